@@ -78,6 +78,27 @@ class Case:
         return noise * noise[0].numel() ** -0.5 if noise.ndim > 1 else 0.2 * noise + name.endswith("weight")
 
 
+class _StandIn(nn.Module):
+    """In the place of a part whose size is fixed; call: what its layer makes of what the part is given."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self._call = layer, call
+
+    def forward(self, *given: Any, **options: Any) -> Any:
+        return self._call(self.layer, *given)
+
+    get_motion = forward
+
+
+def _with(**parts: Callable[[], nn.Module]) -> Callable[[nn.Module], None]:
+    def adjust(model: nn.Module) -> None:
+        for name, make in parts.items():
+            setattr(model, name, make())
+
+    return adjust
+
+
 def rand(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
@@ -200,59 +221,24 @@ WAN_S2V = Case(
 )
 
 
-class _AudioProjection(nn.Module):
-    """Stands for HuMo's audio projection: [B, F, 4] -> [B, F, 16 tokens, 1536]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 16 * 1536)
-
-    def forward(self, audio: torch.Tensor) -> torch.Tensor:
-        return self.linear(audio).unflatten(-1, (16, 1536))
-
-
-def _with_small_audio(model: nn.Module) -> None:
-    model.audio_proj = _AudioProjection()
-
-
 WAN_HUMO = Case(
     "wan_humo", "comfy.ldm.wan.model", "HumoWanModel", _WAN,
     lambda: _wan(audio_embed=rand(2, 3, 4), reference_latent=rand(2, 4, 1, 4, 6)),
-    adjust=_with_small_audio,
+    adjust=_with(
+        audio_proj=lambda: _StandIn(nn.Linear(4, 16 * 1536), lambda layer, it: layer(it).unflatten(-1, (16, 1536))),
+    ),
 )
-
-
-class _MotionEncoder(nn.Module):
-    """Stands for Animate's motion encoder, which wants faces of 512x512 pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 512)
-
-    def get_motion(self, faces: torch.Tensor) -> torch.Tensor:
-        return self.linear(faces.mean(dim=(-2, -1)))
-
-
-class _FaceEncoder(nn.Module):
-    """Stands for Animate's face encoder, whose width is fixed: [B, T, 512] -> [B, T / 4, 5 tokens, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(512, 5 * 48)
-
-    def forward(self, motion: torch.Tensor) -> torch.Tensor:
-        return self.linear(motion[:, ::4].contiguous()).unflatten(-1, (5, 48))
-
-
-def _with_small_faces(model: nn.Module) -> None:
-    model.motion_encoder = _MotionEncoder()
-    model.face_encoder = _FaceEncoder()
 
 
 WAN_ANIMATE = Case(
     "wan_animate", "comfy.ldm.wan.model_animate", "AnimateWanModel", {**_WAN, "num_layers": 10},
     lambda: _wan(clip_fea=rand(2, 3, 1280), pose_latents=rand(2, 16, 2, 4, 6), face_pixel_values=rand(2, 3, 8, 4, 4)),
-    adjust=_with_small_faces,
+    adjust=_with(
+        motion_encoder=lambda: _StandIn(nn.Linear(3, 512), lambda layer, faces: layer(faces.mean(dim=(-2, -1)))),
+        face_encoder=lambda: _StandIn(  # [B, T, 512] -> [B, T / 4, 5 tokens, D]
+            nn.Linear(512, 5 * 48), lambda layer, it: layer(it[:, ::4].contiguous()).unflatten(-1, (5, 48)),
+        ),
+    ),
 )
 
 _SCAIL = {name: value for name, value in _WAN.items() if name not in {"in_dim", "dim"}}
@@ -528,28 +514,9 @@ IDEOGRAM_4 = Case(
 )
 
 
-class _ConvTower(nn.Module):
-    """Stands for HiDream-O1's vision tower: pixels [N, 6] -> one state of 32 per picture token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 32)
-
-    def forward(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        return self.linear(pixels)
-
-
-class _TokenTable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 32)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids % 8)
-
-
 def _with_small_tower(model: nn.Module) -> None:
-    model.visual, model.language_model.embed_tokens = _ConvTower(), _TokenTable()
+    model.visual = _StandIn(nn.Linear(6, 32), lambda layer, pixels, grid: layer(pixels))
+    model.language_model.embed_tokens = _StandIn(nn.Embedding(8, 32), lambda layer, ids: layer(ids % 8))
 
 
 def _hidream_o1(prefix: int) -> Inputs:
@@ -670,21 +637,6 @@ HUNYUAN = Case(
 )
 
 
-class _GlyphMapper(nn.Module):
-    """Stands for the ByT5 mapper, whose width is fixed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 32)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.linear(states)
-
-
-def _with_small_glyphs(model: nn.Module) -> None:
-    model.byt5_in = _GlyphMapper()
-
-
 HUNYUAN_15 = Case(
     "hunyuan_video_1.5", "comfy.ldm.hunyuan_video.model", "HunyuanVideo",
     {
@@ -696,7 +648,7 @@ HUNYUAN_15 = Case(
         "clip_fea": rand(2, 4, 8),
         "transformer_options": {"sample_sigmas": torch.tensor([1.0, 0.5, 0.0]), "sigmas": torch.tensor([0.5])},
     },
-    adjust=_with_small_glyphs,
+    adjust=_with(byt5_in=lambda: _StandIn(nn.Linear(8, 32), lambda layer, states: layer(states))),
 )
 
 _LTX = {
@@ -754,25 +706,14 @@ COSMOS_2 = Case(
 )
 
 
-class _TextAdapter(nn.Module):
-    """Stands for Anima's language model adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 12)
-
-    def forward(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return self.embed(ids) + states.mean(dim=1, keepdim=True)
-
-
-def _with_small_adapter(model: nn.Module) -> None:
-    model.llm_adapter = _TextAdapter()
-
-
 ANIMA = Case(
     "anima", "comfy.ldm.anima.model", "Anima", {**_COSMOS, "extra_per_block_abs_pos_emb": False},
     lambda: _cosmos(t5xxl_ids=torch.arange(6).reshape(2, 3), t5xxl_weights=rand(2, 3, 1)),
-    adjust=_with_small_adapter,
+    adjust=_with(
+        llm_adapter=lambda: _StandIn(
+            nn.Embedding(8, 12), lambda layer, states, ids: layer(ids) + states.mean(dim=1, keepdim=True),
+        ),
+    ),
 )
 
 COSMOS_1 = Case(
@@ -902,21 +843,6 @@ COG_VIDEO_X = Case(
 
 
 # --------------------------------------------------------------------------------------------------------------- audio
-class _LyricEncoder(nn.Module):
-    """Stands for ACE-Step's lyric encoder, whose width is fixed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, lyrics: torch.Tensor, mask: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        return self.linear(lyrics), mask
-
-
-def _with_small_lyrics(model: nn.Module) -> None:
-    model.lyric_encoder = _LyricEncoder()
-
-
 ACE_STEP = Case(
     "ace_step", "comfy.ldm.ace.model", "ACEStepTransformer2DModel",
     {
@@ -928,7 +854,7 @@ ACE_STEP = Case(
         "x": rand(2, 8, 16, 6), "timestep": steps(), "context": rand(2, 5, 12), "speaker_embeds": rand(2, 6),
         "lyric_token_idx": torch.arange(8).reshape(2, 4),
     },
-    adjust=_with_small_lyrics,
+    adjust=_with(lyric_encoder=lambda: _StandIn(nn.Linear(16, 16), lambda layer, it, mask: (layer(it), mask))),
 )
 
 

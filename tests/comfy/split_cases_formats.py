@@ -60,19 +60,6 @@ def _lies_in_its_file(divided: Any) -> bool:
 
 
 @case
-def loaded_split_with_loras(case: Case) -> None:
-    host = case.host
-    divided = _load_split(host, NAME)
-    unsplit = host.load(NAME, load_device=CPU)
-    for seeds in ((1,), (), (1, 2)):
-        models = {"split": divided, "unsplit": unsplit}
-        for seed in seeds:
-            models = {kind: host.lora(model, NAME, seed) for kind, model in models.items()}
-        outputs = {kind: host.sample(model, NAME) for kind, model in models.items()}
-        case.equal(f"LoRAs {seeds}", outputs["split"], outputs["unsplit"])
-
-
-@case
 def half_precision(case: Case) -> None:
     """A bf16 file: computed in float32 where the machine says so, or kept and cast at every use."""
     host = case.host

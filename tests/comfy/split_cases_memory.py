@@ -88,12 +88,8 @@ def _low_memory(case: Case, tight: tuple[torch.device, ...], lora: bool) -> None
 
 
 @case
-def low_memory_at_home(case: Case) -> None:
+def low_memory_on_one_card(case: Case) -> None:
     _low_memory(case, (HOME,), lora=False)
-
-
-@case
-def low_memory_on_the_other_card_with_a_lora(case: Case) -> None:
     _low_memory(case, (OTHER,), lora=True)
 
 

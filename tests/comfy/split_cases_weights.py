@@ -67,17 +67,6 @@ def split_after_plain_has_run(case: Case) -> None:
 
 
 @case
-def split_of_a_model_with_a_lora_that_has_run(case: Case) -> None:
-    host = case.host
-    plain = host.lora(host.load(NAME), NAME, 1)
-    host.sample(plain, NAME)
-    divided = split(plain)
-    case.equal("split", host.sample(divided, NAME), _reference(host, 1))
-    case.equal("plain", host.sample(plain, NAME), _reference(host, 1))
-    case.equal("split with one more", host.sample(host.lora(divided, NAME, 2), NAME), _reference(host, 1, 2))
-
-
-@case
 def split_outlives_its_source(case: Case) -> None:
     host = case.host
     plain = host.load(NAME)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import torch
 from devicebridge.parallel.local.graph_recorder import GraphRecorder
 
 
@@ -13,3 +14,11 @@ def cards_wait() -> Iterator[None]:
     decide that otherwise."""
     with mock.patch.object(GraphRecorder, "mark", lambda recorder: lambda: True):
         yield
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    """Attention's fastest backward adds up in no fixed order, on one GPU as on two."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -12,7 +12,11 @@ from devicebridge.tests.tiny_pipeline import make_tiny_job
 from torch import nn
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU; torch sees 0 here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic_algorithms"),
+    pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU; torch sees 0 here"),
+]
 
 NUM_BLOCKS, NUM_BATCHES = 16, 3
 
@@ -28,13 +32,6 @@ class _Block(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         y = x if self.linear is None else self.linear(x)
         return torch.sin(y * self.scale + table) + x
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def train(device, store, shape, *, is_heavy):

@@ -11,6 +11,7 @@ from devicebridge.tests.tiny_split import make_batches_for
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic_algorithms"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.device_count() < 2,
         reason=f"needs two GPUs; torch sees {torch.cuda.device_count() if torch.cuda.is_available() else 0} here",
@@ -19,14 +20,6 @@ pytestmark = [
 
 NAMES = sorted(FAMILIES)
 CARDS = [torch.device("cuda", index) for index in range(2)]
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms():
-    """Attention's fastest backward adds up in no fixed order, on one GPU as on two."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def _copied(name, count, **settings):

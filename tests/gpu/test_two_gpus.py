@@ -14,6 +14,7 @@ from devicebridge.tests.unit.parallel.test_weight_offload import CHAIN, Chain
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic_algorithms"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.device_count() < 2,
         reason=f"needs two GPUs; torch sees {torch.cuda.device_count() if torch.cuda.is_available() else 0} here",
@@ -22,14 +23,6 @@ pytestmark = [
 
 NAMES = sorted(FAMILIES)
 LONGER = {"steps": 12, "batch_size": 2, "seed": 3}
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms():
-    """Attention's fastest backward adds up in no fixed order, on one GPU as on two."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def _split(devices):

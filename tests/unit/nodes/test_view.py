@@ -1,7 +1,6 @@
 """What a node shows of a job: captions per second and the time left, measured by a clock of the test's own."""
 
 import importlib
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,16 +88,6 @@ def test_a_log_has_a_line_of_progress_now_and_then(host, tmp_path, caplog):
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("training: ")]
     assert lines[1] == "training: Step 11/40: loss 0.50000, 1.00 s/step, about 29 s left"
     assert [line.split()[2] for line in lines] == [f"{step}/40:" for step in (1, 11, 21, 31, 40)]
-
-
-def test_a_terminal_has_one_line_of_progress(host, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
-    with EventLog(tmp_path, view) as events:
-        for step in range(1, 4):
-            events.emit("step", step, 3, loss=0.5, learning_rate=1e-4, elapsed_s=1.0)
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1 and "100%|" in text and "Step 3/3: loss 0.50000" in text
 
 
 def test_a_node_previews_the_newest_picture_and_its_progress_stays(host: comfy_stub.FakeHost, tmp_path: Path) -> None:

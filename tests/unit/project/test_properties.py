@@ -16,7 +16,6 @@ import torch
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import load_tensors
 from devicebridge.config.job import JobConfig, job_keys, job_to_dict, load_job, make_job
-from devicebridge.system.files import parse_json_object
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -94,15 +93,6 @@ def test_any_value_of_any_key_makes_a_job_or_is_refused_with_its_section(key: st
 
 
 @stable
-@given(st.dictionaries(st.sampled_from(["model", "data", "train", "output", "lora", "nonsense"]), ANY, max_size=5))
-def test_any_table_makes_a_job_or_is_refused_as_one(values: dict[str, Any]) -> None:
-    try:
-        make_job(values)
-    except ValueError as error:
-        assert "the job config has problems" in str(error)
-
-
-@stable
 @given(damages())
 def test_any_damage_to_a_job_file_is_read_or_refused_with_its_name(damage: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -112,17 +102,6 @@ def test_any_damage_to_a_job_file_is_read_or_refused_with_its_name(damage: Any) 
             load_job(file)
         except ValueError as error:
             assert "job.toml" in str(error)
-
-
-@stable
-@given(st.binary(max_size=60) | ANY.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_are_an_object_or_refused_as_none(data: bytes) -> None:
-    try:
-        found = parse_json_object(data, "x.json")
-    except ValueError as error:
-        assert str(error).startswith("x.json")
-    else:
-        assert isinstance(found, dict)
 
 
 ENTRY = st.fixed_dictionaries(
