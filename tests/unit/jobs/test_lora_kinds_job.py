@@ -80,7 +80,7 @@ def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme
     assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
 
 
-@pytest.mark.parametrize("lora", [LOKR, LOHA], ids=["lokr", "loha"])
+@pytest.mark.parametrize("lora", [pytest.param(LOKR, marks=pytest.mark.long), LOHA], ids=["lokr", "loha"])
 def test_both_kinds_train_on_copies_of_the_model(tmp_path: Path, lora: dict[str, Any]) -> None:
     train = {"steps": 2}
     plain = _run(_job(tmp_path, "plain", "wan", lora=lora, train=train))

@@ -45,6 +45,7 @@ def test_every_schedule_writes_the_same_lora_and_resumes_any_other(tmp_path):
     assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
 
 
+@pytest.mark.long
 def test_kept_blocks_change_nothing_but_memory(tmp_path):
     plain = _run(_job(tmp_path, "none", parallel={"strategy": "none"}))
     split = {"devices": ["lazy:0", "lazy:1"], "blocks_without_checkpointing": [1, 2]}
