@@ -8,27 +8,39 @@ replace_keys, patches_between) are what is tested, and not the host's code. Ever
 ComfyUI.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
 import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
+from devicebridge.families.comfy.native import NativeModel, Transport
+from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
+from devicebridge.parallel.block_lists import (
+    BlockCalls,
+    execution_order,
+    followers,
+    hooked_modules,
+    placed_blocks,
+    tail_modules,
+    transport_for,
+)
+from devicebridge.parallel.local.borrow import Borrowed
+from devicebridge.parallel.local.bridge import Bridge
+from devicebridge.parallel.local.interleave import Interleave
+from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.parallel.placement import native_list, products_of
+from devicebridge.patches.hooks import map_tensors
+from devicebridge.planning import times
+from devicebridge.tests.comfy.native_cases import CASES, COUNTED, NEWER, REFUSED, WAN_CAUSAL, Case, Counted, with_heads
+from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, factories_on_cards, on_cpu
+from devicebridge.tests.placed import forward_of
 from torch import nn
-
-if TYPE_CHECKING:
-    from devicebridge.families.comfy.native import NativeModel, Transport
-    from devicebridge.parallel.local.bridge import Bridge
-    from devicebridge.tests.comfy.native_cases import Case, Counted
-    from devicebridge.tests.emulated import EmulatedCards
-    from devicebridge.tests.placed import forward_of
-
 
 # Of one forward, by card: as many heads each, and unevenly. Heads that do not divide go to the last.
 _SHARES = ((1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0))
@@ -50,16 +62,6 @@ class _Split:
     """A model cut into equal runs of blocks, one per card, and what a host adds to its forward."""
 
     def __init__(self, model: nn.Module, row: NativeModel, num_cards: int, transport: Transport) -> None:
-        from devicebridge.parallel.block_lists import (
-            execution_order,
-            followers,
-            hooked_modules,
-            placed_blocks,
-            tail_modules,
-        )
-        from devicebridge.parallel.local.bridge import Bridge
-        from devicebridge.tests.emulated import CARDS
-
         self.model, self.row, self.transport, self.main_device = model, row, transport, CARDS[0]
         placed = placed_blocks(model, row)
         self.device = {name: CARDS[index * num_cards // len(placed)] for index, name in enumerate(placed)}
@@ -78,8 +80,6 @@ class _Split:
         )  # fmt: skip
 
     def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        from devicebridge.patches.hooks import map_tensors
-
         inputs = map_tensors(inputs, lambda tensor: tensor.to(self.main_device))
         for key in self.row.control_keys if inputs.get("control") else ():
             if key in inputs["control"]:
@@ -100,8 +100,6 @@ class _Split:
 
     def _between(self, patch: Callable[[Any], Any], keys: Sequence[str]) -> Callable[[Any], Any]:
         def at_the_stream(args: dict[str, Any]) -> Any:
-            from devicebridge.parallel.local.borrow import Borrowed
-
             lent = Borrowed({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
             return patch({**args, **lent.value})
 
@@ -121,8 +119,6 @@ class _Split:
 
 
 def _flat(output: Any) -> list[torch.Tensor]:
-    from devicebridge.tests.emulated import on_cpu
-
     return [on_cpu(tensor) for tensor in (output if isinstance(output, (list, tuple)) else [output])]
 
 
@@ -202,8 +198,6 @@ class _Asked(dict[Any, Any]):
 
 class _Observed:
     def __init__(self, model: nn.Module, row: NativeModel, inputs: dict[str, Any]) -> None:
-        from devicebridge.parallel.block_lists import execution_order, hooked_modules
-
         self.order: list[nn.Module] = []
         self.between: set[str] = set()
         self.later: set[str] = set()
@@ -262,16 +256,12 @@ class _Observed:
 
 class _Runs:
     def __init__(self, case: Case, row: NativeModel, model: nn.Module | None = None) -> None:
-        from devicebridge.parallel.block_lists import transport_for
-
         self.case, self.row = case, row
         self.model = case.build() if model is None else model
         self.transport = transport_for(self.model, row)
         self._expected: dict[bool, list[torch.Tensor]] = {}
 
     def results(self) -> dict[str, str]:
-        from devicebridge.tests.comfy.native_cases import with_heads
-
         relay = _attempt(lambda: self.split("relay", 2))
         is_relay = self.transport == "relay" and self.case.cards == 2
         done = {
@@ -297,9 +287,6 @@ class _Runs:
 
     def overlapped(self) -> str:
         """Two different forwards in flight, each with options of its own, against one after the other on one card."""
-        from devicebridge.parallel.local.interleave import Interleave
-        from devicebridge.tests.emulated import emulated_cards, factories_on_cards
-
         with emulated_cards(2), factories_on_cards():
             alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
             expected = [_flat(alone.model(**alone.prepare(inputs))) for inputs in self._two_inputs()]
@@ -320,8 +307,6 @@ class _Runs:
         return _same([*outputs[0], *outputs[1]], [*expected[0], *expected[1]])
 
     def _two_inputs(self) -> list[dict[str, Any]]:
-        from devicebridge.patches.hooks import map_tensors
-
         first, second = _inputs(self.case, self.row), _inputs(self.case, self.row)
         latents = next(iter(second))
         return [first, {**second, latents: map_tensors(second[latents], lambda tensor: tensor * 0.5)}]
@@ -346,15 +331,11 @@ class _Runs:
         return [tensor for inputs in steps for tensor in _flat(forward(inputs))]
 
     def _whole_on_card(self, patched: bool) -> list[torch.Tensor]:
-        from devicebridge.tests.emulated import emulated_cards, factories_on_cards
-
         with emulated_cards(1), factories_on_cards():
             alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
             return self._steps(lambda inputs: alone.model(**alone.prepare(inputs)), patched)
 
     def calls(self) -> str:
-        from devicebridge.parallel.block_lists import BlockCalls, execution_order
-
         order = execution_order(self.model, self.row)
         if self.row.hooks_children:
             order = tuple(f"{name}.{child}" for name in order for child in self.model.get_submodule(name)._modules)
@@ -378,11 +359,6 @@ class _Runs:
     @contextlib.contextmanager
     def _divided_among(self, weights: tuple[float, ...]) -> Iterator[tuple[Callable[[], Any], _Split, EmulatedCards]]:
         """A forward on so many cards, the whole model on the first of them, and the cards."""
-        from devicebridge.parallel.block_lists import execution_order
-        from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
-        from devicebridge.parallel.local.tensor_parallel import TensorParallel
-        from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards
-
         cards = CARDS[: len(weights)]
         with emulated_cards(len(cards)) as machine, factories_on_cards():
             alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
@@ -409,12 +385,6 @@ class _Runs:
     def counted(self, case: Counted) -> str:
         """What planning/times.py counts of a forward, as shares of what two cards did: bytes from one to the
         other, exchanges, and products with weights."""
-        from devicebridge.parallel.block_lists import execution_order
-        from devicebridge.parallel.local.shards import find_plan, shares_of
-        from devicebridge.parallel.placement import native_list, products_of
-        from devicebridge.planning import times
-        from devicebridge.tests.emulated import CARDS
-
         names = execution_order(self.model, self.row)
         blocks = {name: self.model.get_submodule(name) for name in names}
         plans = {name: find_plan(self.row.tensor, block) for name, block in blocks.items()}
@@ -439,9 +409,6 @@ class _Runs:
     def moved(self) -> str:
         """The smallest change of the output by any divided layer whose features are a quarter of all further on: what
         `divided` would see of wrong slices."""
-        from devicebridge.parallel.block_lists import execution_order
-        from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
-
         expected, changes = self.whole(), {}
         for name in execution_order(self.model, self.row):
             block = self.model.get_submodule(name)
@@ -475,8 +442,6 @@ class _Runs:
     def split(
         self, transport: Transport, num_cards: int, *, row: NativeModel | None = None, patched: bool = False
     ) -> str:
-        from devicebridge.tests.emulated import emulated_cards, factories_on_cards
-
         expected = self.whole(patched=patched)
         with emulated_cards(num_cards), factories_on_cards():
             split = _Split(copy.deepcopy(self.model), row or self.row, num_cards, transport)
@@ -528,8 +493,6 @@ class _TwoFrames(nn.Module):
 
 def _refused(case: Case) -> dict[str, str]:
     """What would happen if a refused class were split all the same."""
-    from devicebridge.tests.comfy.native_cases import WAN_CAUSAL
-
     row, model = _row_of(case), case.build()
     if case is WAN_CAUSAL:
         model = _TwoFrames(model)
@@ -546,16 +509,12 @@ def _derived_classes() -> dict[str, str]:
     """Transport of classes that ComfyUI derives from described ones, by what find_native makes of them."""
     from comfy.ldm.flux.controlnet import ControlNetFlux
     from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
-    from devicebridge.families.comfy.registry import find_native
 
     rows = (find_native(cls) for cls in (ControlNetFlux, QwenImageControlNetModel))
     return {row.class_name: row.transport for row in rows if row is not None}
 
 
 def main() -> None:
-    from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
-    from devicebridge.tests.comfy.native_cases import CASES, COUNTED, NEWER, REFUSED
-
     with torch.inference_mode(), endless_memory():
         cases = (*CASES, *(case for case in NEWER if case.is_there))
         results = {case.name: _Runs(case, _row_of(case)).results() for case in cases}
@@ -583,8 +542,6 @@ def endless_memory() -> Iterator[None]:
 
 
 def _row_of(case: Case) -> NativeModel:
-    from devicebridge.families.comfy.registry import find_native
-
     row = find_native(case.model_class)
     assert row is not None, f"no row for {case.class_name}"
     return row
