@@ -77,6 +77,11 @@ class CachedSamples:
     prompt_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     read: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, compare=False)
 
+    def keys(self) -> set[str]:
+        """All entries that may be read."""
+        of_samples = ((each.latents_key, *each.text_keys, *each.empty_text_keys) for each in self.samples)
+        return {key for keys in (*of_samples, *self.prompt_keys.values()) for key in keys}
+
     def name_of(self, index: int) -> str:
         """A sample, for a message."""
         return str(getattr(self.samples[index], "path", f"sample {index + 1} of the encoded dataset"))
