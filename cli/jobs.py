@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
+from ..data.samples import describe_samples
 from ..encoding.encode import Stopped
 from ..jobs.in_processes import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, plan_job, run_job
@@ -148,6 +149,8 @@ def check(options: argparse.Namespace) -> int:
             num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
             of_clips = f"; {num_clips} of them of clips" if num_clips else ""
             say(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
+            if plan.samples:
+                say(describe_samples(plan.samples))
             say(f"LoRA file: {describe_file(plan)}")
             say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info).table()}")
         if is_shared:

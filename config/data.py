@@ -14,6 +14,7 @@ from .setting import setting
 _Quantiles = Annotated[tuple[Annotated[float, Range(0.001, 0.999)], ...], Field(min_length=1, max_length=1000)]
 _Sizes = Annotated[tuple[Annotated[int, Range(1, 8192)], ...], Field(max_length=100)]
 _Text = Annotated[str, Field(max_length=10_000)]
+MOST_REPEATS = 10_000
 _NO_CAPTIONS = "to train without captions, leave out their files"
 
 
@@ -56,7 +57,7 @@ class FolderConfig:
     """
 
     path: RequiredPath
-    repeats: Annotated[int, Range(1, 10_000)] = 1
+    repeats: Annotated[int, Range(1, MOST_REPEATS)] = 1
     loss_weight: Annotated[float, Range(0.001, 100.0)] = 1.0
     regularisation: bool = False
     resolutions: _Sizes = ()
@@ -83,6 +84,14 @@ class DataConfig:
             step puts images of different shape into one batch, at the price of more cropping.
         caption_dropout: Probability that a sample is trained with the empty caption. 0.05 to 0.1 helps a LoRA that is
             used with guidance.
+        caption_lines: Whether each line of a caption is a caption of its own, of which one is drawn each time. Else a
+            caption may have several lines.
+        shuffle_tags: Whether tags, which stand between commas, are trained in changing order.
+        keep_tags: So many first tags keep their place and are never dropped. A trigger word that is put in front is not
+            counted. Where a caption has |||, what stands before it is kept instead, and what stands behind a second.
+        tag_dropout: Probability that a tag is left out.
+        tag_variants: So many texts are made of each caption ahead, and one of them is drawn each time. More are more
+            varied, and take as much more encoding time and disk. With shuffle_tags or tag_dropout.
         use_masks: Weigh the loss by name_mask.png (white counts, black does not) where that file exists.
         frames: Lengths in frames that clips may be cut to, such as 1, 33, 81. Each gets the longest that fits. 1 is for
             images, and alone takes one frame of every clip. Left out: the model's. Matters with clips, and decides the
@@ -111,6 +120,11 @@ class DataConfig:
     max_aspect_ratio: Annotated[float, Range(1.0, 100.0)] = 2.0
     bucket_step: Annotated[int, Range(0, 1024)] = 0
     caption_dropout: Annotated[float, Range(0.0, 0.9, hint=_NO_CAPTIONS)] = 0.0
+    caption_lines: bool = False
+    shuffle_tags: bool = False
+    keep_tags: Annotated[int, Range(0, 1000)] = 0
+    tag_dropout: Annotated[float, Range(0.0, 0.9)] = 0.0
+    tag_variants: Annotated[int, Range(1, 100)] = 8
     use_masks: bool = True
     frames: tuple[Annotated[int, Range(1, 10_000)], ...] = ()
     fps: Annotated[float, Range(0.1, 1000.0, or_zero=True)] | Literal["source"] = 0.0
@@ -281,4 +295,4 @@ class EvaluationConfig:
         Raises: ValueError for references or control without a condition.
         """
         folder = FolderConfig(self.folder, references=self.references, control=self.control)
-        return replace(trained, folders=(folder,), caption_dropout=0.0)
+        return replace(trained, folders=(folder,), caption_dropout=0.0, shuffle_tags=False, tag_dropout=0.0)

@@ -19,10 +19,11 @@ import torch
 
 from ..config.job import DataConfig
 from ..families.spec import LatentSpec
-from ..system.files import write_atomically
+from ..system.files import go_on, write_atomically
 from ..system.locks import alone
-from .cuts import bucket_step, choose_bucket, make_buckets, make_caption
-from .folders import caption_file, is_media, list_files, read_caption
+from .captions import Tables, caption_file, make_captions, read_tables
+from .cuts import bucket_step, choose_bucket, make_buckets
+from .folders import concepts, is_media, list_files
 from .image import read_size
 from .video import first_picture, is_clip, probe_clip
 
@@ -41,10 +42,10 @@ class Captioned:
     """An image or clip, and what is known of it without decoding it.
 
     Args:
-        caption: of its file, without blanks around it; None where there is none.
+        caption: of its file, without blanks around it, the first of several; None where there is none.
         size: height and width in pixels as it is looked at; None if it is unknown.
         buckets: what it is cut to, height and width, one per resolution.
-        trained_as: the caption that training sees.
+        trained_as: the captions that training sees, one a line.
         problem: what is wrong with the file or its caption; "" if nothing is.
     """
 
@@ -58,12 +59,21 @@ class Captioned:
 
 
 def media_files(config: DataConfig) -> list[Path]:
-    """The images and clips of the config's first folder, by name; no links.
+    """The images and clips of the config's first folder, or of its sub-folders in place of it, by name; no links.
 
     Raises: ValueError for a folder without any, or with far more than a dataset.
     """
-    found = list_files(config.folders[0], False, ANY_MODEL, lambda: None)
-    return [path for path, _ in found if not path.is_symlink()][:MOST_FILES]
+    parts = [each for each in concepts(config.folders[0], go_on) if not Path(each.path).is_symlink()]
+    found = [path for each in parts for path, _ in list_files(each, False, ANY_MODEL, go_on)]
+    return [path for path in found if not path.is_symlink()][:MOST_FILES]
+
+
+def json_captions(folder: Path, paths: Sequence[Path]) -> tuple[Tables, str]:
+    """What JSON files of a folder say of these images and clips, and what is wrong with the files."""
+    try:
+        return read_tables([folder, *(each.parent for each in paths)], paths, go_on, follows_links=False), ""
+    except (ValueError, OSError) as error:
+        return Tables(), str(error)
 
 
 def media_file(folder: Path, name: str) -> Path | None:
@@ -76,26 +86,36 @@ def media_file(folder: Path, name: str) -> Path | None:
 def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator[Captioned]:
     """Images and clips of the config's first folder, those without a caption first. paths: left out, all.
 
-    Raises: ValueError as media_files; for a resolution below the smallest side of a bucket.
+    Raises: ValueError as media_files; for a folder of folders; for a resolution below a bucket's smallest side.
     """
     folder = config.folders[0]
     step = bucket_step(config, ANY_MODEL)
     sizes = [make_buckets(each, step, config.max_aspect_ratio) for each in folder.resolutions or config.resolutions]
-    pairs = [(path, *own_caption(path)) for path in paths or media_files(config)]
-    for path, caption, problem in sorted(pairs, key=lambda pair: bool(pair[1])):
+    paths = paths or media_files(config)
+    if parts := sorted({path.parent.name for path in paths if path.parent != Path(folder.path)}):
+        raise ValueError(f"the images of {folder.path} lie in its sub-folders; choose one of them: {', '.join(parts)}")
+    tables, fault = json_captions(Path(folder.path), paths)
+    pairs = [(path, *own_captions(path, tables)) for path in paths]
+    for path, captions, problem in sorted(pairs, key=lambda pair: any(pair[1] or ())):
         is_moving, size, wrong = _known(str(path), path.stat().st_mtime_ns)
         cut = tuple(choose_bucket(size, each) for each in sizes) if size else ()
-        text = folder.caption if caption is None and not problem else caption or ""
-        trained = make_caption(text, config, folder)
-        yield Captioned(path, caption, size, cut, trained, is_moving, wrong or problem)
+        texts = (folder.caption,) if captions is None and not problem else captions or ("",)
+        trained = "\n".join(make_captions(texts, config, folder))
+        caption = captions[0] if captions else None
+        yield Captioned(path, caption, size, cut, trained, is_moving, wrong or problem or fault)
 
 
 def without_caption(config: DataConfig) -> list[Path]:
     """The images and clips of the config's first folder whose caption is empty or not there; of those that share a
     caption file, the first."""
     missing: dict[Path, Path] = {}
-    for path in media_files(config):
-        if not any(own_caption(path)):
+    paths = media_files(config)
+    tables, fault = json_captions(Path(config.folders[0].path), paths)
+    if fault:
+        raise ValueError(fault)
+    for path in paths:
+        captions, problem = own_captions(path, tables)
+        if not problem and not any(captions or ()):
             missing.setdefault(caption_file(path), path)
     return list(missing.values())
 
@@ -116,10 +136,10 @@ def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
         raise ValueError(f"a caption has up to {MOST_CAPTION} characters, and none of them is NUL")
     file, text = caption_file(path), text.strip()
     with _writing, alone(file.with_name(f".{file.name}.lock"), _WAIT_S) as is_alone:
-        now, problem = own_caption(path)
+        now, problem = own_captions(path, Tables())
         if problem:
             raise ValueError(problem)
-        if not is_alone or now not in was:
+        if not is_alone or (now and now[0]) not in was:
             raise CaptionChanged(f"the caption of {path.name} was changed meanwhile; look at what is there now")
         write_atomically(file, f"{text}\n".encode() if text else b"")
 
@@ -152,13 +172,13 @@ def whole_picture(path: Path, side: int) -> torch.Tensor:
     return torch.from_numpy(np.asarray(picture).copy()).to(torch.float32).div_(255.0)[None]
 
 
-def own_caption(path: Path) -> tuple[str | None, str]:
-    """The caption, and what is wrong with its file."""
+def own_captions(path: Path, tables: Tables) -> tuple[tuple[str, ...] | None, str]:
+    """The captions, and what is wrong with their file."""
     file = caption_file(path)
     if file.is_symlink():
         return None, f"{file.name} is a link, which is not followed here"
     try:
-        return read_caption(file), ""
+        return tables.of(path)[0], ""
     except ValueError as error:
         return None, str(error)
 

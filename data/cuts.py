@@ -1,4 +1,4 @@
-"""How samples are cut, and their captions made.
+"""How samples are cut.
 
 A bucket is a size of about resolution squared pixels whose sides the model accepts: samples of one bucket can share a
 batch. Of a resolution's buckets an image gets the one of the nearest aspect ratio, is resized to cover it, and loses
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..checkpoints.model_files import first
-from ..config.job import DataConfig, FolderConfig
+from ..config.job import DataConfig
 from ..families.spec import LatentSpec
 from .video import ClipInfo
 
@@ -126,23 +126,3 @@ def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
     lengths = tuple(length for length in frames if length > 1) or (1,)
     fps = None if config.fps == "source" else float(config.fps) or latent.fps
     return ClipPlan(lengths, fps, config.window, config.num_windows)
-
-
-_PLACE = "[trigger]"  # in caption files, as other trainers have it
-
-
-def make_caption(text: str, config: DataConfig, folder: FolderConfig) -> str:
-    """With the trigger word, as the dataset and the folder say; of regularisation images without it."""
-    trigger = "" if folder.regularisation else config.trigger_word.strip()
-    template = folder.caption_template or config.caption_template
-    text = _tidy(text.replace(_PLACE, trigger)) if _PLACE in text else text
-    if template:
-        return _tidy(template.replace("{trigger}", trigger).replace("{caption}", text))
-    if not trigger or trigger.lower() in text.lower():
-        return text
-    return _tidy(f"{trigger}, {text}")
-
-
-def _tidy(text: str) -> str:
-    """Without what is left of a list whose ends are empty."""
-    return text.strip().strip(",").strip()

@@ -1,10 +1,10 @@
 """From folders to samples: which images and clips there are, and what is wrong with them.
 
-A dataset is one or more ordinary folders: name.png (or another ending of image.py) with its caption in name.txt,
-or name.caption, and, where wanted, a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also
-take clips: name.mp4 (or another ending of video.py), animations (name.gif, .webp, .png), and a sub-folder `name` of
-images that has a caption beside it. What else lies there is named by left_out.py. cuts.py says what is taken
-from a clip, and how all is cut.
+A dataset is one or more ordinary folders: name.png (or another ending of image.py) with its caption where captions.py
+looks for it and, where wanted, a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also take
+clips: name.mp4 (or another ending of video.py), animations (name.gif, .webp, .png), and a sub-folder `name` of images
+that has a caption beside it. A folder without any of these stands for its sub-folders that have some. What else lies
+there is named by left_out.py. cuts.py says what is taken from a clip, and how all is cut.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,24 +22,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..checkpoints.model_files import first
+from ..config.data import MOST_REPEATS
 from ..config.job import DataConfig, FolderConfig
 from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec
-from ..system.files import Looked, read_ordinary
+from ..system.files import Looked
 from ..system.stopping import Stopped, alive, never
-from .cuts import (
-    ClipPlan,
-    aspect,
-    bucket_step,
-    choose_bucket,
-    is_slower,
-    make_buckets,
-    make_caption,
-    make_clip_plan,
-    plan_crop,
-)
+from .captions import TEXT_FILES, Tables, caption_file, make_captions, read_tables, stem_of
+from .cuts import ClipPlan, aspect, bucket_step, choose_bucket, is_slower, make_buckets, make_clip_plan, plan_crop
 from .image import ImageRequest, look_at
-from .left_out import LeftOut
+from .left_out import LeftOut, is_of_system
 from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
 from .samples import Condition, Sample, is_in_alpha, load_mask, read_mask
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
@@ -50,7 +43,8 @@ _Cuts = tuple[tuple[int, ...], ...]
 
 _MASK_ENDS = ("_mask", "-masklabel")  # the second is another trainer's
 _CONDITION_END = "-condlabel"  # another trainer's, too: what an image is made of
-_MAX_CAPTION_BYTES = 1_000_000
+_REPEATED = re.compile(r"(\d{1,3})_(.*)")  # kohya's 10_cat; longer numbers are years and dates
+_BESIDE = re.compile(r"(?i)_?(masks?|controls?|references?|condition(ing|s)?|samples?|before|after|source|target)")
 _names = partial(first, most=5)  # of files, for a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
 
@@ -62,7 +56,8 @@ class _Picture:
     path: Path
     mask: Path | None
     size: tuple[int, int] | None  # None if unreadable
-    caption: str | None  # None without a caption file
+    captions: tuple[str, ...] | None  # None without any
+    source: str  # of them
     problems: tuple[str, ...]
     clip: ClipInfo | None = None
     cuts: _Cuts = ((),)  # the frames of each sample that is made of a clip
@@ -71,7 +66,7 @@ class _Picture:
     is_mask_idle: bool = False
 
     def samples(
-        self, buckets: Sequence[tuple[int, int]], caption: str, loss_weight: float, condition: str = ""
+        self, buckets: Sequence[tuple[int, int]], captions: Sequence[str], loss_weight: float, condition: str = ""
     ) -> list[Sample]:
         """One, or one per window of a clip."""
         assert self.size is not None
@@ -86,7 +81,8 @@ class _Picture:
                 way = WAYS[condition]
                 clip = own if way.takes_first_frame or way.takes_control and way.sees else None  # which sees its start
                 beside = Condition(condition, references, pair.sizes, control, clip)
-            made.append(Sample(str(self.path), caption, mask, resize, crop, bucket, frames, loss_weight, beside))
+            cut = (mask, resize, crop, bucket, frames, loss_weight, beside)
+            made.append(Sample(str(self.path), captions[0], *cut, others=tuple(captions[1:]), source=self.source))
         return made
 
 
@@ -116,14 +112,18 @@ def scan_folders(
         if should_stop():
             raise Stopped("stopped while the dataset was looked at; nothing was done yet")
 
+    roots = [Path(folder.path) for folder in config.folders]
+    config = replace(config, folders=tuple(each for folder in config.folders for each in concepts(folder, ask)))
     found = [
         (folder, files) for folder in config.folders for files in list_files(folder, config.use_masks, latent, ask)
     ]
+    media, parts = [path for _, (path, _) in found], [Path(folder.path) for folder in config.folders]
+    tables = read_tables([*roots, *parts], media, ask)
     partners: dict[FolderConfig, Partners] = {}
     for folder in config.folders if config.condition else ():
-        stems = [_stem(path) for each, (path, _) in found if each == folder]
+        stems = [stem_of(path) for each, (path, _) in found if each == folder]
         partners[folder] = find_partners(folder, WAYS[config.condition], stems, ask)
-    pictures = _in_threads(lambda entry: _inspect(*entry[1], plan, latent, partners.get(entry[0])), found, ask)
+    pictures = _in_threads(lambda each: _inspect(*each, tables, plan, latent, partners.get(each[0])), found, ask)
     bad = [picture for picture in pictures if picture.problems]
     if bad:
         lines = "\n".join(f"  {problem}" for picture in bad for problem in picture.problems)
@@ -131,38 +131,37 @@ def scan_folders(
             f"{len(bad)} of {len(pictures)} {_kinds(pictures)} cannot be used; "
             f"repair them or take them out of the dataset:\n{lines}"
         )
-    pictures = [
-        replace(each, caption=folder.caption) if each.caption is None and folder.caption else each
-        for (folder, _), each in zip(found, pictures, strict=True)
-    ]
     samples = []
     for (folder, _), picture in zip(found, pictures, strict=True):
-        caption = make_caption(picture.caption or "", config, folder)
+        captions = make_captions(picture.captions or ("",), config, folder)
         for each in folder.resolutions or config.resolutions:
-            samples += picture.samples(buckets[each], caption, folder.loss_weight, config.condition) * folder.repeats
-    for names, message in _doubts(pictures, samples, plan):
+            samples += picture.samples(buckets[each], captions, folder.loss_weight, config.condition) * folder.repeats
+    for names, message in _doubts(pictures, samples, plan, tables):
         if names:
             _log.warning("%d %s", len(names), message)
     _refuse_masks_outside(samples, latent, ask)
-    for line in _left_out(config, found, latent, others, ask):
+    for line in _left_out(config, roots, found, tables, latent, others, ask):
         _log.warning("%s", line)
     return samples
 
 
 def _left_out(
     config: DataConfig,
+    roots: Sequence[Path],
     found: Sequence[tuple[FolderConfig, tuple[Path, Path | None]]],
+    tables: Tables,
     latent: LatentSpec,
     others: Sequence[str],
     ask: Callable[[], None],
 ) -> Iterator[str]:
     """A line for each folder with files or sub-folders that are not read."""
     beside = [folder for each in config.folders for folder in (*each.references, each.control) if folder]
-    roots = dict.fromkeys(folder.path for folder in config.folders)
-    read = LeftOut({Path(each).resolve() for each in (*others, *beside, *roots)}, ask)
-    for root in roots:
-        paths = [path for folder, (path, _) in found if folder.path == root]
-        yield from read.of_dataset(Path(root), paths, {caption_file(path) for path in paths}, latent.is_video)
+    folders = dict.fromkeys((*roots, *(Path(folder.path) for folder in config.folders)))
+    read = LeftOut({each.resolve() for each in (*map(Path, (*others, *beside)), *folders)}, ask)
+    for place in folders:
+        paths = [path for folder, (path, _) in found if Path(folder.path) == place]
+        captions = {*tables.files, *map(caption_file, paths)}
+        yield from read.of_dataset(place, paths, captions, latent.is_video)
     for root in dict.fromkeys(beside):
         yield from read.of_partners(Path(root))
 
@@ -183,6 +182,34 @@ def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[],
 
 
 # --- listing ---------------------------------------------------------------------------------------------------------
+
+
+def concepts(folder: FolderConfig, ask: Callable[[], None]) -> list[FolderConfig]:
+    """The folder; or its sub-folders with images or clips, where it has none itself. 10_cat gives repeats 10, and cat
+    as the caption of images that have none.
+
+    Raises: ValueError for repeats out of range; for sub-folders that may be no concepts, or with references or control.
+    """
+    root, looked = Path(folder.path), Looked(ask)
+    entries = looked.entries(root) if root.is_dir() else []
+    if any(map(is_media, entries)):
+        return [folder]
+    made, parts = [], [entry for entry in entries if entry.is_dir() and not is_of_system(entry)]
+    for part in parts:
+        if not os.access(part, os.R_OK | os.X_OK) or not any(map(is_media, looked.entries(part))):
+            continue
+        if _BESIDE.fullmatch(part.name):
+            raise ValueError(
+                f"{root}: has no images but sub-folders, and {part.name} seems to be no concept; name each"
+            )
+        number, name = named.groups() if (named := _REPEATED.fullmatch(part.name)) else ("1", "")
+        repeats = int(number) * folder.repeats
+        if not 0 < repeats <= MOST_REPEATS:
+            raise ValueError(f"{part}: its name asks for {repeats} repeats, and 1 to {MOST_REPEATS} are possible")
+        made.append(replace(folder, path=str(part), repeats=repeats, caption=folder.caption or name))
+    if made and (folder.references or folder.control):
+        raise ValueError(f"{root}: has sub-folders in place of images; with references or control, name each of them")
+    return made or [folder]
 
 
 def list_files(
@@ -218,9 +245,9 @@ def list_files(
     named = [entry for entry in entries if entry.suffix.lower() in media_suffixes() and entry.exists()]
     odd = [entry for entry in named if not entry.is_file() and not entry.is_dir()]  # pipes and devices
     _warn_of_unused(root, odd, "are no ordinary files and are not used: %s; put images in their place")
-    stems = {_stem(image) for image in images}
+    stems = {stem_of(image) for image in images}
     for image in images:
-        if _stem(image).endswith(_MASK_ENDS) and _without_mask_end(_stem(image)) in stems:
+        if stem_of(image).endswith(_MASK_ENDS) and _without_mask_end(stem_of(image)) in stems:
             raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
     message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
     _warn_of_unused(root, [mask for stem, mask in masks.items() if stem not in stems], message)
@@ -231,7 +258,7 @@ def list_files(
             "are masks), directly in the folder and not in its sub-folders, except those of a clip, whose caption lies "
             f"beside them{others}"
         )
-    return [(image, masks.get(_stem(image)) if use_masks else None) for image in images]
+    return [(image, masks.get(stem_of(image)) if use_masks else None) for image in images]
 
 
 def is_media(path: Path) -> bool:
@@ -245,17 +272,6 @@ def _warn_of_unused(root: Path, unused: Iterable[Path], message: str) -> None:
     names = [entry.name for entry in unused]
     if names:
         _log.warning(f"%s: %d {message}", root, len(names), _names(names))
-
-
-def _stem(path: Path) -> str:
-    """The name without a file's ending; a folder's name has none."""
-    return path.name if os.path.isdir(path) else path.stem
-
-
-def caption_file(path: Path) -> Path:
-    """name.txt, or name.caption where that alone is there."""
-    text, other = (path.with_name(f"{_stem(path)}{suffix}") for suffix in (".txt", ".caption"))
-    return other if os.path.lexists(other) and not os.path.lexists(text) else text
 
 
 def _is_mask_name(file: Path) -> bool:
@@ -278,10 +294,15 @@ def _without_mask_end(stem: str) -> str:
 
 
 def _inspect(
-    path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec, partners: Partners | None = None
+    folder: FolderConfig,
+    files: tuple[Path, Path | None],
+    tables: Tables,
+    plan: ClipPlan,
+    latent: LatentSpec,
+    partners: Partners | None = None,
 ) -> _Picture:
     """Read everything about one image or clip, keeping what is wrong instead of stopping at it."""
-    problems: list[str] = []
+    (path, mask), problems = files, list[str]()
 
     def attempt(read: Callable[[Path], _T], file: Path) -> _T | None:
         try:
@@ -292,7 +313,9 @@ def _inspect(
 
     clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
     size, is_blank = (clip.size, False) if clip else (None if problems else attempt(look_at, path)) or (None, False)
-    caption = attempt(read_caption, caption_file(path))
+    captions, source = attempt(tables.of, path) or (None, "")
+    if captions is None and folder.caption:
+        captions, source = (folder.caption,), "their folder"
     mask_size = attempt(_read_mask_size, mask) if mask else None
     if size and mask_size and abs(math.log(aspect(mask_size) / aspect(size))) > _MASK_SHAPE_TOLERANCE:
         problems.append(
@@ -301,11 +324,11 @@ def _inspect(
         )
     if partners is not None and partners.way.takes_first_frame and size and len(cuts[0]) < 2:
         problems.append(f"{path}: is one frame, and given its first frame, nothing of it is left to learn; give clips")
-    pair = attempt(lambda file: find_pair(file, _stem(file), partners), path) if partners else None
+    pair = attempt(lambda file: find_pair(file, stem_of(file), partners), path) if partners else None
     if pair and pair.control and size:
         attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
     is_idle = not problems and mask is not None and is_in_alpha(mask)
-    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts, pair or Pair(), is_blank, is_idle)
+    return _Picture(path, mask, size, captions, source, tuple(problems), clip, cuts, pair or Pair(), is_blank, is_idle)
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
@@ -327,23 +350,6 @@ def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_caption(path: Path) -> str | None:
-    """The caption without blanks around it; None if there is no such file.
-
-    Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
-    """
-    try:
-        return read_ordinary(path, _MAX_CAPTION_BYTES, "a caption").decode("utf-8-sig").strip()
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _read_mask_size(path: Path) -> tuple[int, int]:
     mask = read_mask(path)
     if not mask.any():
@@ -360,21 +366,12 @@ def _kinds(pictures: Sequence[_Picture]) -> str:
     return "images and clips" if has_clips else "images"
 
 
-def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipPlan) -> Iterator[tuple[list[str], str]]:
+def _doubts(
+    pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipPlan, tables: Tables
+) -> Iterator[tuple[list[str], str]]:
     """What may not be meant: the names it is about, if any, and what to say behind their number."""
+    yield from _caption_doubts(pictures, tables)
     total, kinds = len(pictures), _kinds(pictures)
-    found = [p.path.name for p in pictures if p.caption is None]
-    yield (
-        found,
-        f"of {total} {kinds} have no caption file and are trained with an empty caption: {_names(found)}; "
-        "write the caption of name.png into name.txt",
-    )
-    found = [str(caption_file(p.path)) for p in pictures if p.caption == ""]
-    yield (
-        found,
-        f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
-        f"caption: {_names(found)}; write the captions anew, or delete the files if no caption is meant",
-    )
     found = [p.path.name for p in pictures if p.is_blank]
     yield (
         found,
@@ -386,14 +383,6 @@ def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipP
         found,
         f"masks are of one brightness throughout, and their transparency is not looked at: {_names(found)}; save what "
         "counts as white and what does not as black",
-    )
-    by_caption: dict[Path, list[str]] = {}
-    for path in dict.fromkeys(p.path for p in pictures if p.caption is not None):
-        by_caption.setdefault(caption_file(path), []).append(path.name)
-    found = [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
-    yield (
-        found,
-        f"caption files are each the caption of several: {_names(found)}; give each image or clip a name of its own",
     )
     sizes = {str(p.path): p.size or (0, 0) for p in pictures}
     smaller = dict.fromkeys(s.path for s in samples if any(map(lt, sizes[s.path], s.resize)))
@@ -415,6 +404,38 @@ def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipP
         found,
         f"of {len(clips)} clips are HDR and look washed out as they are read: {_names(found)}; convert them to SDR "
         "first",
+    )
+
+
+def _caption_doubts(pictures: Sequence[_Picture], tables: Tables) -> Iterator[tuple[list[str], str]]:
+    total, kinds = len(pictures), _kinds(pictures)
+    found = [p.path.name for p in pictures if p.captions is None]
+    yield (
+        found,
+        f"of {total} {kinds} have no caption file and are trained with an empty caption: {_names(found)}; "
+        "write the caption of name.png into name.txt",
+    )
+    empty = [p for p in pictures if p.captions and not all(p.captions)]
+    found = [str(caption_file(p.path)) if p.source in TEXT_FILES else f"{p.path.name} in {p.source}" for p in empty]
+    yield (
+        found,
+        f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
+        f"caption: {_names(found)}; write the captions anew, or delete the files if no caption is meant",
+    )
+    found = [repr(name) for name in tables.strange]
+    yield found, f"entries of JSON files name no image or clip that is read: {_names(found)}; take them out"
+    found = [p.path.name for p in pictures if p.source in TEXT_FILES and tables.has(p.path)]
+    yield (
+        found,
+        f"of {total} {kinds} have a caption file of their own, which counts, and not the JSON file's: {_names(found)}",
+    )
+    by_caption: dict[Path, list[str]] = {}
+    for path in dict.fromkeys(p.path for p in pictures if p.source in TEXT_FILES):
+        by_caption.setdefault(caption_file(path), []).append(path.name)
+    found = [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
+    yield (
+        found,
+        f"caption files are each the caption of several: {_names(found)}; give each image or clip a name of its own",
     )
 
 

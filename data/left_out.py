@@ -9,11 +9,12 @@ from pathlib import Path
 
 from ..checkpoints.model_files import first
 from ..system.files import Looked
+from .captions import TEXT_FILES
 from .image import PLUGINS, image_suffixes
 from .video import media_suffixes
 
 _OF_SYSTEMS = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "__macosx")  # nobody put them there
-_CAPTIONS = (".txt", ".caption")
+_SOUNDS = {".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus"}
 _MOST_LOOKED_AT = 20_000  # files and folders in sub-folders
 _PLUGIN_OF = {".heic": PLUGINS["HEIF"], ".heif": PLUGINS["HEIF"], ".hif": PLUGINS["HEIF"], ".jxl": PLUGINS["JXL"]}
 
@@ -82,7 +83,12 @@ class LeftOut:
             entries = (looked or Looked(self._ask)).entries(folder)
         except (OSError, ValueError):
             return []
-        return [entry for entry in entries if entry.name.lower() not in _OF_SYSTEMS]
+        return [entry for entry in entries if not is_of_system(entry)]
+
+
+def is_of_system(entry: Path) -> bool:
+    """Whether an operating system made this."""
+    return entry.name.lower() in _OF_SYSTEMS
 
 
 def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
@@ -99,6 +105,7 @@ def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
     yield (
         f"{root}: {len(files)} files are not read: {first(kinds, most=20)}; save images as PNG or JPEG, clips as MP4, "
         "and captions as NAME.txt beside NAME.png, or take the files out"
+        + "; sound is trained by Dataset from Latents and Conditioning" * (not _SOUNDS.isdisjoint(by_ending))
         + "".join(f"; pip install {package} has them read" for package in sorted(packages))
     )
 
@@ -108,7 +115,7 @@ def _is_media(entry: Path) -> bool:
 
 
 def _is_media_or_caption(entry: Path) -> bool:
-    return _is_media(entry) or _ending(entry) in _CAPTIONS
+    return _is_media(entry) or _ending(entry) in TEXT_FILES
 
 
 def _ending(file: Path) -> str:

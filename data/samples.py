@@ -10,10 +10,10 @@ any library.
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.stopping import alive
+from .captions import uniform
 from .image import ImageRequest, broken_image, opened, upright
 from .video import media_fingerprint
 
@@ -72,6 +73,14 @@ class Sample:
     latents_key: str = ""  # cache entry of its latents; "" until the job's cache is filled
     text_keys: tuple[str, ...] = ()  # cache entries of its text, of which later ones count over earlier ones
     empty_text_keys: tuple[str, ...] = ()  # the same where its caption is dropped; () if it never is
+    others: tuple[str, ...] = ()  # captions of which one is drawn each time, as often as the first
+    other_text_keys: tuple[tuple[str, ...], ...] = ()  # their cache entries
+    source: str = ""  # what kind of file the captions are from, or which file of many; "" where there is none
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All of which one is drawn."""
+        return (self.caption, *self.others)
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -111,6 +120,8 @@ class EncodedSample:
     has_sound: bool = False
     sound: tuple[int, ...] = ()
     has_mask: bool = False
+    others: tuple[str, ...] = ()
+    other_text_keys: tuple[tuple[str, ...], ...] = ()
 
 
 TrainingSample = Sample | EncodedSample
@@ -134,18 +145,43 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
             [content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop]
             + ([s.frames] if s.frames else [])  # images alone hash as they did before there were clips
             + ([{"loss_weight": s.loss_weight}] if s.loss_weight != 1 else [])
+            + ([{"others": s.others}] if s.others else [])
             + ([{"condition": s.condition.named_by(content)}] if s.condition else [])
             for s in samples
         ]
     )
 
 
+DROPPED = -1  # in place of a caption: the empty one
+
+
+def as_evaluated(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The samples as they are evaluated: each once, with its first caption."""
+    return tuple(dict.fromkeys(replace(each, others=()) for each in samples))
+
+
+def describe_samples(samples: Sequence[Sample]) -> str:
+    """Which files the captions are from, and how many texts there are; and the folders, where there are several."""
+    by_path = {each.path: each for each in samples}
+    sources = Counter(each.source or "no file" for each in by_path.values())
+    said = "captions: " + ", ".join(f"{number} from {name}" for name, number in sources.most_common())
+    most = max((len(each.captions) for each in samples), default=1)
+    if most > 1:
+        texts = len({text for each in samples for text in each.captions})
+        said += f"; {texts} different texts, up to {most} of an image, of which each step draws one"
+    folders = Counter(Path(each.path).parent.name for each in samples)
+    images = Counter(Path(path).parent.name for path in by_path)
+    if len(folders) > 1:
+        said += "\nfolders: " + ", ".join(f"{each} ({images[each]}, {folders[each]} per epoch)" for each in folders)
+    return said
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Indices into the samples, all of one bucket and length, and which are trained with the empty caption. [B] each"""
+    """Indices into the samples, all of one bucket and length, and into the captions of each, or DROPPED. [B] each"""
 
     indices: tuple[int, ...]
-    captions_dropped: tuple[bool, ...]
+    captions: tuple[int, ...]
 
 
 class BatchOrder:
@@ -165,6 +201,7 @@ class BatchOrder:
     ) -> None:
         if not samples:
             raise ValueError("there are no samples to train on; give a dataset with at least one image")
+        self._num_captions = [1 + len(sample.others) for sample in samples]
         self._buckets = [(*sample.bucket, sample.num_frames, *sample.alike) for sample in samples]
         self._batch_size = batch_size
         self._seed = seed
@@ -199,10 +236,14 @@ class BatchOrder:
         size = self._batch_size
         groups = [members[i : i + size] for members in by_bucket.values() for i in range(0, len(members), size)]
         groups.sort(key=lambda group: self._draw("batch", epoch, group[0]))
-        return [
-            Batch(tuple(group), tuple(self._draw("caption", epoch, index) < self._caption_dropout for index in group))
-            for group in groups
-        ]
+        return [Batch(tuple(group), tuple(self._caption(epoch, index) for index in group)) for group in groups]
+
+    def _caption(self, epoch: int, index: int) -> int:
+        """Which caption a sample has in an epoch."""
+        if self._draw("caption", epoch, index) < self._caption_dropout:
+            return DROPPED
+        count = self._num_captions[index]
+        return int(self._draw("text", epoch, index) * count) if count > 1 else 0
 
     def state_dict(self) -> dict[str, int]:
         """Where the order stands: the epoch, and how many of its batches are done."""
@@ -224,8 +265,7 @@ class BatchOrder:
 
     def _draw(self, what: str, epoch: int, index: int) -> float:
         """A number in [0, 1) that depends on the arguments and the seed only, and looks uniform over them."""
-        digest = hashlib.sha256(f"{self._seed} {what} {epoch} {index}".encode()).digest()
-        return int.from_bytes(digest[:6], "big") / 2**48
+        return uniform(f"{self._seed} {what} {epoch} {index}")
 
 
 def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:

@@ -19,8 +19,10 @@ from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.model_class import with_defaults
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
-from ..config.job import JobConfig, OptimizerConfig, job_keys, values_at
+from ..config.job import FolderConfig, JobConfig, OptimizerConfig, job_keys, values_at
 from ..config.model import has_stages
+from ..data.captions import TEXT_FILES
+from ..data.folders import concepts
 from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
 from ..encoding.text_place import check_text_device
@@ -30,6 +32,7 @@ from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import NOTHING_STORED, check_packages, refusal
 from ..runs.folders import NO_RUNS
+from ..system.files import go_on
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
 from .comfy_entries import refuse_condition
@@ -146,8 +149,10 @@ def refuse_overlaps(job: JobConfig) -> None:
         for our_key in _OURS:
             (ours,) = values_at(job, our_key)
             place = _place_in(Path(ours), given) if ours else None
-            # a sub-folder of a dataset that has a caption beside it is read as a clip
-            is_clip = any(os.path.lexists(given / f"{place}{ending}") for ending in (".txt", ".caption"))
+            # a sub-folder of a dataset that has a caption beside it is read as a clip, one of a folder of folders too
+            is_clip = any(os.path.lexists(given / f"{place}{ending}") for ending in TEXT_FILES)
+            if place and key in ("data.folders.path", "evaluation.folder"):
+                is_clip |= place in [Path(each.path).name for each in concepts(FolderConfig(str(given)), go_on)]
             if place is not None and not (place and key in _FILES_ONLY and not is_clip):
                 raise ValueError(
                     f"{our_key} {ours} lies in {key} {given}, or is that folder, so what is written there would be "
@@ -256,7 +261,8 @@ def _which_expert(plan: JobPlan) -> str:
 
 def _unused_trigger(plan: JobPlan) -> str:
     word = plan.job.data.trigger_word.strip()
-    if not word or any(word.lower() in sample.caption.lower() for sample in plan.samples) or not plan.samples:
+    captions = [caption.lower() for sample in plan.samples for caption in sample.captions]
+    if not word or any(word.lower() in each for each in captions) or not captions:
         return ""
     return (
         f"data.trigger_word {word!r} is in none of the {len(plan.samples)} captions; put {{trigger}} into "
@@ -320,7 +326,17 @@ def _zero_weights(plan: JobPlan) -> str:
 # ---- settings without effect ----
 
 _Test = Callable[[JobConfig], bool]
-_IMAGES = ("resolutions", "max_aspect_ratio", "bucket_step", "frames", "fps", "window", "trigger_word")
+_IMAGES: tuple[str, ...] = (
+    "resolutions",
+    "max_aspect_ratio",
+    "bucket_step",
+    "frames",
+    "fps",
+    "window",
+    "trigger_word",
+    "caption_lines",
+)
+_IMAGES += ("shuffle_tags", "tag_dropout")
 _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
     (("schedule.min_factor",), lambda job: job.schedule.name == "constant", "schedule.name is constant"),
     (
@@ -376,6 +392,11 @@ _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
         ("data.reference_megapixels",),
         lambda job: job.data.condition != "reference",
         "data.condition is not reference",
+    ),
+    (
+        ("data.keep_tags", "data.tag_variants"),
+        lambda job: not (job.data.shuffle_tags or job.data.tag_dropout),
+        "there is neither data.shuffle_tags nor data.tag_dropout",
     ),
     (tuple(f"data.{name}" for name in _IMAGES), lambda job: bool(job.data.encoded), "data.encoded is encoded already"),
 )

@@ -16,7 +16,7 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
-from ..encoding.claims import has_living_runs
+from ..encoding.claims import living_keys
 from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyConditions, ComfyLatents
 from ..encoding.encode import NONE_OUTDATED, fill, never
@@ -76,10 +76,7 @@ def cache_job(
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
     conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
-        alike: set[str] = set()  # captions whose entries may share a batch
-        if plan.job.train.batch_size > 1 and not _has_own_texts(plan):
-            alike = {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
-        refuse_unfit_texts(caption_reader(plan), store, {text: key for text, (key,) in texts.items()}, alike)
+        refuse_unfit_texts(caption_reader(plan), store, {text: key for text, (key,) in texts.items()}, _sharing(plan))
     if settings.latent_source:
         refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
     if conditions:
@@ -107,7 +104,9 @@ def cache_job(
 
     def with_keys(sample: Sample) -> Sample:
         own, empty = (text_keys(text, sample.condition, texts, conditions) for text in (sample.caption, ""))
-        return replace(sample, latents_key=latent_keys[sample.image_request()], text_keys=own, empty_text_keys=empty)
+        others = tuple(text_keys(text, sample.condition, texts, conditions) for text in sample.others)
+        made = replace(sample, text_keys=own, other_text_keys=others, empty_text_keys=empty)
+        return replace(made, latents_key=latent_keys[sample.image_request()])
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         prompts = {each: texts[each] for each in ("", *plan.job.samples.prompts)}
@@ -269,8 +268,16 @@ def _captions(plan: JobPlan) -> list[str]:
     Where the text encoder is shown a sample's references, the sample's own caption is encoded with them.
     """
     samples = () if _has_own_texts(plan) else (*plan.samples, *plan.eval_samples)
-    captions = {sample.caption for sample in samples}
+    captions = {caption for sample in samples for caption in sample.captions}
     return sorted({"", *captions, *plan.job.samples.prompts})
+
+
+def _sharing(plan: JobPlan) -> set[str]:
+    """Captions whose entries may share a batch."""
+    if plan.job.train.batch_size == 1 or _has_own_texts(plan):
+        return set()
+    captions = {caption for sample in plan.samples for caption in sample.captions}
+    return captions | ({""} if plan.job.data.caption_dropout else set())
 
 
 def _has_own_texts(plan: JobPlan) -> bool:
@@ -282,7 +289,7 @@ def _has_own_texts(plan: JobPlan) -> bool:
 def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Iterable[Sample] = ()) -> list[Wanted]:
     """Every caption with the files beside it that a run may read; of held-out samples no caption is dropped."""
     dropped = [""] if job.data.caption_dropout else []
-    found = [(each, [each.caption, *dropped]) for each in samples] + [(each, [each.caption]) for each in held_out]
+    found = [(each, [*each.captions, *dropped]) for each in samples] + [(each, [each.caption]) for each in held_out]
     return [(text, sample.condition) for sample, texts in found if sample.condition for text in texts]
 
 
@@ -380,11 +387,11 @@ def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> li
         pruned.setdefault(folder, Pruned(folder)).jobs.append(name)
     for folder, result in pruned.items():
         store = CacheStore(folder)
-        is_read = has_living_runs(store)  # before the entries are looked at
+        living = living_keys(store)  # before the entries are looked at
         for key in list(store.keys()):
             if key in needed:
                 result.kept += 1
-            elif is_read:
+            elif living is None or key in living:
                 result.spared += 1
             else:
                 result.num_bytes += store.remove(key)

@@ -18,7 +18,7 @@ from ..checkpoints.lora_file import check_lora_layout, check_lycoris_layout, is_
 from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
-from ..data.samples import EncodedSample, Sample
+from ..data.samples import EncodedSample, Sample, as_evaluated
 from ..encoding.encode import never
 from ..encoding.key import comfy_text_key
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
@@ -77,7 +77,7 @@ class ReadJob:
             text=self._longest_text(),
             beside_bytes=text_encoder_bytes(self.job),
             has_empty_caption=self.job.data.caption_dropout > 0
-            or not all(each.caption.strip() for each in self.samples),
+            or not all(caption.strip() for each in self.samples for caption in each.captions),
         )
 
     def _longest_text(self) -> SampleText | None:
@@ -90,9 +90,10 @@ class ReadJob:
             wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
             reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
             made = comfy_conditions(self.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
-            for sample in (*self.samples, *self.eval_samples):
-                own = comfy_text_key(sample.caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
-                texts.append(text_keys(sample.caption, sample.condition, {sample.caption: (own,)}, made))
+            every = [(each, caption) for each in (*self.samples, *self.eval_samples) for caption in each.captions]
+            for sample, caption in every:
+                own = comfy_text_key(caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
+                texts.append(text_keys(caption, sample.condition, {caption: (own,)}, made))
         sizes = {}
         for keys in dict.fromkeys(texts):
             shapes = [store.shapes(key) for key in keys]
@@ -179,7 +180,7 @@ def read_job(
         samples = scan_folders(job.data, latent, should_stop, others=others)
     evaluated: Sequence[Sample] = ()
     if job.evaluation.folder:
-        evaluated = scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others)
+        evaluated = as_evaluated(scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others))
     return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
 
 

@@ -75,6 +75,11 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, **LATER),
         _references("evaluation_references", "evaluation.references", "my_held_out_before"),
         Socket("evaluation_control", "evaluation.control", _PLACE, default="", **LATER),
+        Socket("caption_lines", "data.caption_lines", **LATER),
+        Socket("shuffle_tags", "data.shuffle_tags", **LATER),
+        Socket("keep_tags", "data.keep_tags", **LATER),
+        Socket("tag_dropout", "data.tag_dropout", step=0.01, **LATER),
+        Socket("tag_variants", "data.tag_variants", **LATER),
     ]
 
 
@@ -99,8 +104,8 @@ class TrainingDatasetNode(io.ComfyNode):
             display_name=_TITLE,
             category="DeviceBridge/training",
             description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
-            "file of the same name and, where wanted, a mask in name_mask.png. Chain several of these nodes to train "
-            "on several folders.",
+            "file of the same name, or in a JSON file, and, where wanted, a mask in name_mask.png. Chain several of "
+            "these nodes to train on several folders.",
             search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
             inputs=make_inputs(_inputs(), _TITLE),
             outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
@@ -138,6 +143,7 @@ class TrainingDatasetNode(io.ComfyNode):
     @said_on_node
     def execute(cls, previous: TrainingDataset | None = None, **sockets: Any) -> io.NodeOutput:
         from ..data.folders import scan_folders
+        from ..data.samples import as_evaluated, describe_samples
         from ..families.comfy.conditions import evaluation_problem
         from ..families.spec import LatentSpec
 
@@ -160,8 +166,9 @@ class TrainingDatasetNode(io.ComfyNode):
         num_clips = sum(bool(sample.frames) for sample in samples)
         text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
         if evaluation.folder:
-            text += f", {len(scan_folders(evaluation.as_data(data), latent, host.is_cancelled))} for evaluation"
-        host.NodeView(cls.hidden.unique_id).show_text(text)
+            evaluated = as_evaluated(scan_folders(evaluation.as_data(data), latent, host.is_cancelled))
+            text += f", {len(evaluated)} for evaluation"
+        host.NodeView(cls.hidden.unique_id).show_text(f"{text}\n{describe_samples(samples)}")
         return io.NodeOutput(TrainingDataset(data, evaluation))
 
 

@@ -15,7 +15,15 @@ from pydantic import ValidationError
 
 from ..config.job import DataConfig, FolderConfig
 from ..config.ranges import problems_of
-from ..data.caption_files import CaptionChanged, Captioned, look_at, media_file, small_picture, write_caption
+from ..data.caption_files import (
+    CaptionChanged,
+    Captioned,
+    json_captions,
+    look_at,
+    media_file,
+    small_picture,
+    write_caption,
+)
 from .guard import Answer, Refused, text_of
 from .store import NotThere
 
@@ -85,8 +93,10 @@ def _caption(names: Callable[[], list[str]], find: Find, values: dict[str, Any])
     caption, was = values.get("caption"), values.get("was")
     if not isinstance(caption, str) or not (was is None or isinstance(was, str)):
         raise Refused(400, "caption should be a text, and was a text or null")
+    tables, _ = json_captions(folder, [path])
+    replaced = {was, None} if was in [texts[0] for texts in tables.texts.values()] else {was}
     try:
-        write_caption(path, caption, {was})
+        write_caption(path, caption, replaced)
     except CaptionChanged as error:
         return Answer(409, {"error": str(error), "now": _now(config, path)})
     return Answer(values=_now(config, path))

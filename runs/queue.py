@@ -17,11 +17,9 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import pydantic
+from typing import Any, Literal, get_args
 
 from ..config.job import JobConfig, job_to_dict, make_job
 from ..system.files import expect, read_json_object, write_atomically
@@ -55,7 +53,7 @@ def _may_start_nothing(job: JobConfig) -> None:
     raise ValueError("trainings in the background are started by ComfyUI alone")
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class QueuedJob:
     """A training that waits, or that was started and has not appeared in its run's record yet.
 
@@ -80,9 +78,6 @@ class QueuedJob:
     process: ProcessMark | None = None
     message: str = ""
     is_stopped: bool = False
-
-
-_JOBS_OF_FILE = pydantic.TypeAdapter(QueuedJob)
 
 
 class JobQueue:
@@ -323,10 +318,11 @@ class JobQueue:
             values = read_json_object(file, _AGAIN)
         except FileNotFoundError:
             return []
+        jobs = expect(values.get("jobs"), list, f"{file}: jobs", _AGAIN)
         found = []
-        for each in expect(values.get("jobs"), list, f"{file}: jobs", _AGAIN):
+        for each in jobs:
             with contextlib.suppress(ValueError):
-                found.append(_JOBS_OF_FILE.validate_python(each))
+                found.append(_read(expect(each, dict, f"{file}: a job", _AGAIN), str(file)))
         return found
 
     def _save(self, jobs: Sequence[QueuedJob]) -> None:
@@ -360,6 +356,20 @@ def explain(devices: Sequence[str], held: Held) -> str:
     if not taken:
         return ""
     return f"{'; '.join(dict.fromkeys(taken))}. Wait until it is free, free it, or choose other cards"
+
+
+def _read(values: Mapping[str, Any], what: str) -> QueuedJob:
+    """Raises: ValueError."""
+    kinds: dict[str, type | tuple[type, ...]] = {"id": str, "root": str, "run": str, "devices": list, "job": dict}
+    kinds |= {"is_resumed": bool, "state": str, "message": str, "is_stopped": bool}
+    read = {name: expect(values.get(name), kind, f"{what}: {name}", _AGAIN) for name, kind in kinds.items()}
+    if read["state"] not in get_args(JobState):
+        raise ValueError(f"{what} says {read['state']!r} of a job; {_AGAIN}")
+    process = values.get("process")
+    return QueuedJob(
+        **{**read, "devices": tuple(expect(each, str, f"{what}: devices", _AGAIN) for each in read["devices"])},
+        process=None if process is None else ProcessMark.read(process),
+    )
 
 
 _START = Path(__file__).resolve().parent.parent / "nodes" / "host" / "native" / "start.py"

@@ -154,11 +154,15 @@ def parse_json_object(text: bytes | str, what: str, remedy: str = "download it a
         what: whose text this is, for the message.
     Raises: ValueError for a text that is no JSON, no object, or says one name twice.
     """
+    return expect(parse_json(text, what, remedy), dict, what, remedy)
+
+
+def parse_json(text: bytes | str, what: str, remedy: str = "download it again") -> Any:
+    """As parse_json_object, of whatever JSON says."""
     try:
-        found = json.loads(text, object_pairs_hook=_refuse_twice)
+        return json.loads(text, object_pairs_hook=_refuse_twice)
     except (ValueError, RecursionError) as error:  # the latter for brackets inside brackets inside brackets
         raise ValueError(f"{what} is no JSON ({error}); {remedy}") from error
-    return expect(found, dict, what, remedy)
 
 
 def is_number(value: Any) -> bool:

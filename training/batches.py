@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint
-from ..data.samples import Batch, Sample, TrainingSample, load_mask
+from ..data.samples import DROPPED, Batch, Sample, TrainingSample, load_mask
 from ..encoding.store import CacheStore
 from ..families.comfy.inputs import NOISE_MASK, fit_mask, is_samples, stream_shapes, streams_of
 
@@ -79,8 +79,10 @@ class CachedSamples:
 
     def keys(self) -> set[str]:
         """All entries that may be read."""
-        of_samples = ((each.latents_key, *each.text_keys, *each.empty_text_keys) for each in self.samples)
-        return {key for keys in (*of_samples, *self.prompt_keys.values()) for key in keys}
+        of_texts = [keys for each in self.samples for keys in _texts_of(each)]
+        return {each.latents_key for each in self.samples} | {
+            key for keys in (*of_texts, *self.prompt_keys.values()) for key in keys
+        }
 
     def name_of(self, index: int) -> str:
         """A sample, for a message."""
@@ -90,9 +92,9 @@ class CachedSamples:
         """What the text encoders left of one prompt, as a batch of one."""
         return join_texts([self._read_text(self.prompt_keys[prompt])])
 
-    def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
+    def not_finite(self, index: int, caption: int, dtype: torch.dtype) -> str:
         """What of a sample is not finite in this type; "" if all is."""
-        latents, texts = self.samples[index].latents_key, self._text_keys(index, drop_caption)
+        latents, texts = self.samples[index].latents_key, self._text_keys(index, caption)
         for part, keys in (("latents", [latents]), ("caption", texts)):
             entry = self._entry(latents) if part == "latents" else self._read_text(keys)
             if not all(torch.isfinite(t.to(dtype)).all() for t in entry.values() if t.is_floating_point()):
@@ -106,20 +108,19 @@ class CachedSamples:
         """
         sample = self.samples[index]
         mask = file_fingerprint(sample.mask_path) if self.use_masks and sample.mask_path else ""
-        entries = [sample.latents_key, *sample.text_keys]
+        entries = [sample.latents_key, *sample.text_keys, *sample.other_text_keys]
         return [entries, mask, sample.loss_weight, sample.bucket, sample.num_frames, sample.alike]
 
-    def _text_keys(self, index: int, drop_caption: bool) -> tuple[str, ...]:
-        sample = self.samples[index]
-        keys = sample.empty_text_keys if drop_caption else sample.text_keys
-        assert keys, f"{self.name_of(index)} has no text {'without' if drop_caption else 'with'} its caption"
+    def _text_keys(self, index: int, caption: int) -> tuple[str, ...]:
+        keys = _texts_of(self.samples[index])[caption]
+        assert keys, f"{self.name_of(index)} has no text {'without' if caption == DROPPED else 'with'} its caption"
         return keys
 
     def _read_text(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         return self.read_text({name: each for key in keys for name, each in self._entry(key).items()})
 
-    def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
-        """Read the samples of one batch; all must be of one bucket and length.
+    def load(self, indices: Sequence[int], captions: Sequence[int]) -> LoadedBatch:
+        """Read the samples of one batch, as Batch has them; all must be of one bucket and length.
 
         Raises: RuntimeError if an entry is gone from the cache, or its text states are of another length than others.
         """
@@ -130,7 +131,7 @@ class CachedSamples:
         conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
         if _LATENTS not in entries[0]:
             conditions |= streams_of(entries)
-        keys = [self._text_keys(index, drop) for index, drop in zip(indices, drop_caption, strict=True)]
+        keys = [self._text_keys(*each) for each in zip(indices, captions, strict=True)]
         texts = [dict(self._read_text(each)) for each in keys]
         noise_masks = _noise_masks(entries, texts, latents)
         text = join_texts(texts)
@@ -161,8 +162,8 @@ class CachedSamples:
     def read_ahead(self, batch: Batch) -> None:
         """Read the entries of the batch that will probably be loaded next; what cannot be read is left to load()."""
         self.read.clear()
-        for index, drop in zip(batch.indices, batch.captions_dropped, strict=True):
-            for key in (self.samples[index].latents_key, *self._text_keys(index, drop)):
+        for index, caption in zip(batch.indices, batch.captions, strict=True):
+            for key in (self.samples[index].latents_key, *self._text_keys(index, caption)):
                 with contextlib.suppress(OSError):
                     entry = self.store.get(key) if key not in self.read else None
                     if entry is not None:
@@ -184,9 +185,14 @@ class CachedSamples:
     def _gone(self, key: str) -> str:
         of = [self.name_of(index) for index, each in enumerate(self.samples) if each.latents_key == key]
         of += [f"the prompt {shorten(prompt, 80)!r}" for prompt, keys in self.prompt_keys.items() if key in keys]
-        texts = [(*each.text_keys, *each.empty_text_keys) for each in self.samples]
+        texts = [{key for keys in _texts_of(each) for key in keys} for each in self.samples]
         of += [f"the text of {self.name_of(index)}" for index, keys in enumerate(texts) if key in keys]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
+
+
+def _texts_of(sample: TrainingSample) -> tuple[tuple[str, ...], ...]:
+    """Cache entries by number of the caption; DROPPED is the last."""
+    return (sample.text_keys, *sample.other_text_keys, sample.empty_text_keys)
 
 
 def loss_weights(

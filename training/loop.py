@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..config.job import JobConfig, job_to_dict
-from ..data.samples import Batch, BatchOrder
+from ..data.samples import DROPPED, Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
@@ -247,7 +247,7 @@ class Trainer:
             f"step {self.step + 1} gave a loss of {loss} and a gradient of length {norm}; training stopped before it "
             "could spoil the LoRA. "
         )
-        samples = [pair for each in self._chosen for pair in zip(each.indices, each.captions_dropped, strict=True)]
+        samples = [pair for each in self._chosen for pair in zip(each.indices, each.captions, strict=True)]
         broken = [text for pair in samples if (text := self.train_data.not_finite(*pair, self._dtype))]
         if broken:
             return what + (
@@ -302,7 +302,7 @@ class Trainer:
         self._chosen.append(chosen)
 
         def prepare() -> NoisyBatch:
-            batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
+            batch = self.train_data.load(chosen.indices, chosen.captions)
             generator = make_generator(self.job.train.seed, "train", step, index)
             quantiles = draw_quantiles(len(chosen.indices), generator)
             return self._objective.weighted(self._objective.noisy(batch, quantiles, generator))
@@ -311,7 +311,7 @@ class Trainer:
             return self._objective.loss(batch, model, device) / count
 
         sample, run = self.train_data.samples[chosen.indices[0]], self._num_runs
-        size = (len(chosen.indices), any(chosen.captions_dropped), sample.bucket, sample.num_frames, *sample.alike)
+        size = (len(chosen.indices), DROPPED in chosen.captions, sample.bucket, sample.num_frames, *sample.alike)
 
         def is_alone(batch: NoisyBatch) -> bool:
             shapes = (device, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
@@ -333,7 +333,7 @@ class Trainer:
 
         def losses_of(index: int) -> list[float]:
             """Of one held-out sample at every quantile."""
-            batch, losses = data.load([index], [False]), []
+            batch, losses = data.load([index], [0]), []
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._objective.noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)

@@ -111,20 +111,23 @@ def list_components(kind: str) -> list[str]:
 
 
 def list_input_folders() -> list[str]:
-    """Folders with files that datasets may be in: in ComfyUI's input folder, two deep, and those the user allows."""
+    """Folders that datasets may be in: in ComfyUI's input folder, two deep, and those the user allows. They have files,
+    or folders with files."""
     base = Path(folder_paths.get_input_directory())
     found = [folder for each in _folders_in(base) for folder in (each, *_folders_in(each))]
-    names = [folder.relative_to(base).as_posix() for folder in found if _has_files(folder)]
+    names = [folder.relative_to(base).as_posix() for folder in found if _holds_files(folder)]
     try:
         allowed = [Path(folder) for folder in _allowed("folders")]
     except ValueError:
         allowed = []  # reading a folder says so
     more = [folder for each in allowed for folder in (each, *_folders_in(each))]
-    return sorted(names)[:_MOST_LISTED] + [str(folder) for folder in more if _has_files(folder)][:_MOST_LISTED]
+    return sorted(names)[:_MOST_LISTED] + [str(folder) for folder in more if _holds_files(folder)][:_MOST_LISTED]
 
 
 def own_datasets() -> list[str]:
-    return [name for name in list_input_folders() if not Path(name).is_absolute()]
+    """Those of list_input_folders with files that lie in ComfyUI's input folder, where captions may be written."""
+    base = Path(folder_paths.get_input_directory())
+    return [name for name in list_input_folders() if not Path(name).is_absolute() and _has_files(base / name)]
 
 
 def own_dataset(name: str, file: str) -> Path:
@@ -166,6 +169,10 @@ def _folders_in(folder: Path) -> list[Path]:
             return [Path(entry.path) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     except OSError:
         return []
+
+
+def _holds_files(folder: Path) -> bool:
+    return _has_files(folder) or any(map(_has_files, _folders_in(folder)))
 
 
 def _has_files(folder: Path) -> bool:

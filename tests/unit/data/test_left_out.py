@@ -166,8 +166,8 @@ def test_sub_folders_of_their_own_are_not_said(tmp_path: Path, caplog: pytest.Lo
     assert _counts(caplog) == [(1, {"held_out": 1})]
 
 
-def test_a_folder_of_sub_folders_alone_is_refused_with_their_names(tmp_path: Path) -> None:
-    _save(tmp_path / "10_cat" / "a.jpg", "a cat")
+def test_a_folder_of_deeper_folders_alone_is_refused_with_their_names(tmp_path: Path) -> None:
+    _save(tmp_path / "10_cat" / "fold" / "a.jpg", "a cat")
     (tmp_path / "note.md").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"no images in.*1 of \.md.*10_cat \(1\)"):
         _scan(tmp_path)

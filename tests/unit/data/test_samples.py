@@ -12,7 +12,7 @@ from devicebridge.data import image as image_module
 from devicebridge.data.cuts import choose_bucket, make_buckets, plan_crop
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
-from devicebridge.data.samples import BatchOrder, Sample, dataset_fingerprint, load_mask
+from devicebridge.data.samples import DROPPED, BatchOrder, Sample, dataset_fingerprint, load_mask
 from devicebridge.families.spec import LatentSpec
 from devicebridge.tests.clips import plain_frames, save_clip, save_video
 from PIL import Image
@@ -184,13 +184,13 @@ def test_a_truncated_image_is_found_before_training(tmp_path, suffix, kept):
         _scan(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["nothing", "only_masks", "only_in_sub_folders"])
+@pytest.mark.parametrize("content", ["nothing", "only_masks", "only_deeper"])
 def test_an_empty_folder_says_what_was_looked_for(tmp_path, content):
     if content == "only_masks":
         Image.new("L", (64, 64), 255).save(tmp_path / "a_mask.png")
-    if content == "only_in_sub_folders":
-        (tmp_path / "inside").mkdir()
-        _save(tmp_path / "inside" / "a.png")
+    if content == "only_deeper":
+        (tmp_path / "inside" / "it").mkdir(parents=True)
+        _save(tmp_path / "inside" / "it" / "a.png")
     with pytest.raises(ValueError, match=r"no images.*\.png.*\.jpg.*\.webp.*\.bmp.*not in its sub-folders"):
         _scan(tmp_path)
 
@@ -495,13 +495,13 @@ def test_this_seed_gives_this_order_on_every_machine():
     order = BatchOrder(_samples({64: 3, 128: 2}), batch_size=2, seed=1, caption_dropout=0.5)
     batches = [order.next() for _ in range(4)]
     assert [batch.indices for batch in batches] == [(3, 4), (2,), (0, 1), (1, 0)]
-    assert [batch.captions_dropped for batch in batches] == [(True, False), (False,), (True, True), (True, True)]
+    assert [batch.captions for batch in batches] == [(DROPPED, 0), (0,), (DROPPED, DROPPED), (DROPPED, DROPPED)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3, 1.0])
 def test_captions_are_dropped_as_often_as_asked_and_differently_per_epoch(dropout):
     order = BatchOrder(_samples({64: 100}), batch_size=3, seed=0, caption_dropout=dropout)
-    dropped = np.array([drop for epoch in range(40) for b in order.batches_of(epoch) for drop in b.captions_dropped])
+    dropped = np.array([drop for epoch in range(40) for b in order.batches_of(epoch) for drop in b.captions]) == DROPPED
     assert abs(dropped.mean() - dropout) < 6 * math.sqrt(dropout * (1 - dropout) / 4000) + 1e-9
     if dropout == 0.3:
         assert len({tuple(row) for row in dropped.reshape(40, 100)}) > 30

@@ -130,7 +130,8 @@ def test_a_batch_has_text_and_condition_together(picture, tmp_path):
     names = {"latents_key": latents, "text_keys": texts[0], "empty_text_keys": texts[1]}
     sample = Sample("x.png", "a cat", None, (8, 8), (0, 0, 8, 8), (8, 8), condition=condition, **names)
     data = CachedSamples(store, [sample] * 2, False, 1.0)
-    batch = data.load([0, 1], [False, True])
+    batch = data.load([0, 1], [0, -1])
     assert batch.text["option.reference_latents.0"].shape == (2, 3, 5, 7)
     assert [float(each.max()) for each in batch.text["cond"]] == [2.0, 3.0]
+    assert set(keys.values()) < data.keys()
     assert not data.not_finite(0, False, torch.float16)

@@ -253,7 +253,7 @@ def test_what_conditions_held_out_samples_shares_no_batch_and_drops_no_caption(t
     plan = _edit_plan(job, held_out=["a much longer caption than the others"])
     with EventLog(Path(job.output.folder)) as events:
         _, held_out = cache_job(plan, events, encoders=encoders)
-    assert held_out.load([0], [False]).text["prompt_embeds"].shape[0] == 1
+    assert held_out.load([0], [0]).text["prompt_embeds"].shape[0] == 1
     dropping = dataclasses.replace(plan.job, data=dataclasses.replace(plan.job.data, caption_dropout=0.1))
     wanted = wanted_conditions(dropping, plan.samples, plan.eval_samples)
     (kept,) = plan.eval_samples

@@ -97,6 +97,17 @@ def test_a_sub_folder_of_a_dataset_that_is_no_clip_is_not_read(ours: str, theirs
         )
 
 
+@pytest.mark.parametrize("theirs", ["data", "held"])
+def test_a_sub_folder_that_is_a_concept_is_read(theirs: str, folder: Path) -> None:
+    for image in (folder / theirs).glob("*.png"):
+        image.unlink()
+    (folder / theirs / "10_cat").mkdir()
+    (folder / theirs / "10_cat" / "a.png").touch()
+    refuse_overlaps(_job(folder, output__folder=str(folder / theirs / "other")))
+    with pytest.raises(ValueError, match=r"^output\.folder "):
+        refuse_overlaps(_job(folder, output__folder=str(folder / theirs / "10_cat" / "run")))
+
+
 def test_other_spellings_of_a_folder_are_that_folder_where_the_disk_says_so(folder: Path) -> None:
     if not (folder / "DATA").exists():
         os.symlink(folder / "data", folder / "DATA")  # as a disk without case would have it

@@ -64,7 +64,7 @@ def _plain_loop(job, steps):
     losses = []
     for step in range(steps):
         chosen = order.next()
-        batch = data.load(chosen.indices, chosen.captions_dropped)
+        batch = data.load(chosen.indices, chosen.captions)
         generator = make_generator(job.train.seed, "train", step, 0)
         u = torch.rand(len(chosen.indices), generator=generator, dtype=torch.float64)
         noise = torch.randn(batch.latents.shape, generator=generator)
@@ -116,6 +116,43 @@ def test_stopped_and_resumed_equals_uninterrupted(name, tmp_path):
     assert resumed.losses == straight.losses and resumed.eval_after == straight.eval_after
     assert resumed.eval_before == straight.eval_before
     assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def test_several_captions_with_shuffled_tags_are_encoded_each_and_drawn_alike_after_a_resume(tmp_path):
+    make_tiny_job(tmp_path, "flux2")  # makes the folders
+    images = sorted(tmp_path.glob("data/*.png"))
+    for path in (tmp_path / "data").glob("*.txt"):
+        path.unlink()
+    texts = {path.name: [f"{path.stem}, red, round, small", "prose"] for path in images if "mask" not in path.name}
+    (tmp_path / "data" / "captions.json").write_text(json.dumps(texts))
+    tags = {"shuffle_tags": True, "tag_dropout": 0.2, "keep_tags": 1, "tag_variants": 3, "caption_dropout": 0.2}
+
+    def job(run, **data):
+        small = {"train": {"steps": 4}, "output": {"folder": str(tmp_path / run)}}
+        return make_tiny_job(tmp_path, data={**tags, **data}, **small)
+
+    straight = run_job(job("a"))
+    stopped = job("b")
+    run_steps(stopped, 2)
+    resumed = run_job(stopped, resume=True)
+    assert resumed.losses == straight.losses and resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+    with pytest.raises(ValueError, match=r"tag_variants"):
+        run_job(job("b", tag_variants=4), resume=True)
+    plan = check_job(job("d"))
+    with EventLog(tmp_path / "e") as events:
+        data, held_out = cache_job(plan, events)
+    assert {len(each.captions) for each in data.samples} == {6} and {each.others for each in held_out.samples} == {()}
+    for index, caption in ((0, 0), (0, 4), (1, 2)):  # as the only caption of that image
+        own = make_tiny_job(tmp_path, data={"folders": [{"path": str(tmp_path / "one")}]}, evaluation={"folder": ""})
+        (tmp_path / "one").mkdir(exist_ok=True)
+        (tmp_path / "one" / "a.png").write_bytes(Path(data.samples[index].path).read_bytes())
+        (tmp_path / "one" / "a.txt").write_text(data.samples[index].captions[caption])
+        with EventLog(tmp_path / "e") as events:
+            alone, _ = cache_job(check_job(own), events)
+        expected, found = (
+            each.load([at], [number]).text for each, at, number in ((alone, 0, 0), (data, index, caption))
+        )
+        assert all(torch.equal(expected[name], each) for name, each in found.items())
 
 
 def _wait_for(process, text):
@@ -412,7 +449,7 @@ def test_quantized_base_trains_from_the_file_and_from_the_cache(scheme, plain_lo
     assert second.losses == first.losses and any((tmp_path / "quantized").rglob("*.safetensors"))
     events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
     (said,) = [event for event in events if event["kind"] == "quantized"]
-    assert f"linears to {scheme}," in said["summary"]
+    assert f"linears to {scheme}," in said["summary"] and min(said["weight_snr_db"].values()) > 30
     assert str(tmp_path) not in json.loads(_metadata(first.lora_path)["devicebridge_config"])["model"].values()
     assert "quantized_cache" not in _metadata(first.lora_path)["devicebridge_config"]
 

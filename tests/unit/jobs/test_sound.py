@@ -62,7 +62,7 @@ def _load(folder: Path, samples: Any, reader: ComfyReader, count: int) -> Any:
     found = read_encoded_samples(str(path), reader)
     readers = partial(read_latents, reader.comfy), partial(read_text, reader.comfy)
     data = CachedSamples(CacheStore(folder), found, False, 1.0, *readers)
-    return data.load(range(count), [False] * count)
+    return data.load(range(count), [0] * count)
 
 
 def test_a_video_and_its_sound_are_packed_as_comfyui_packs_them(tmp_path):
@@ -109,7 +109,7 @@ def test_a_video_that_needs_a_sound_gets_one_of_which_no_loss_is_counted(tmp_pat
     (sample,) = found = read_encoded_samples(str(_save(tmp_path, video, _conditioning())), needs)
     readers = (partial(each, needs.comfy) for each in (read_latents, read_text, with_silence))
     data = CachedSamples(CacheStore(tmp_path), found, False, 1.0, *readers)
-    batch = data.load([0], [False])
+    batch = data.load([0], [0])
     assert stream_shapes(batch.conditions) == [VIDEO, (8, 6, 16)]
     assert torch.equal(batch.latents[0, 0, 0, 0, : video.numel()], 2 * video.flatten())
     said = torch.randn(batch.latents.shape)
@@ -117,7 +117,7 @@ def test_a_video_that_needs_a_sound_gets_one_of_which_no_loss_is_counted(tmp_pat
     loss = prediction_loss(said, batch.latents, weights=batch.weights)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     (heard,) = read_encoded_samples(str(_save(tmp_path, Nested(video, torch.ones(1, *SOUND)), _conditioning())), needs)
-    with_sound_of_its_own = dataclasses.replace(data, samples=[heard]).load([0], [False])
+    with_sound_of_its_own = dataclasses.replace(data, samples=[heard]).load([0], [0])
     assert torch.equal(with_sound_of_its_own.weights, loss_weights(None, with_sound_of_its_own.conditions))  # type: ignore[arg-type]
     family: Any = SimpleNamespace(comfy=needs.comfy)
     work = Work((4, 3, 4, 5), 1, torch.float32, None, LoraSettings())

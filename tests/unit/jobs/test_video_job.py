@@ -91,7 +91,7 @@ def test_the_first_frame_is_given_and_the_loss_is_that_of_a_plain_computation(tm
     assert plan.variant.name == "wan2.2-i2v-a14b-high"
     indices = BatchOrder(plan.samples, batch_size=2, seed=job.train.seed).next().indices
     with EventLog(tmp_path / "log") as events:
-        text = cache_job(plan, events)[0].load(indices, [False] * len(indices)).text["prompt_embeds"]
+        text = cache_job(plan, events)[0].load(indices, [0] * len(indices)).text["prompt_embeds"]
     vae = load_vae(WAN, plan.variant, tmp_path / "model", torch.float32)
     pixels = torch.stack([read_frames(plan.samples[i].image_request()) for i in indices])
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_the_first_latents_are_given_and_left_out_of_the_loss(tmp_path):
     plan = check_job(job)
     indices = BatchOrder(plan.samples, batch_size=2, seed=job.train.seed).next().indices
     with EventLog(tmp_path / "log") as events:
-        batch = cache_job(plan, events)[0].load(indices, [False] * len(indices))
+        batch = cache_job(plan, events)[0].load(indices, [0] * len(indices))
     latents = batch.latents
     assert latents.shape[2] == 3 and set(batch.conditions) == {"first_latents"}
     generator = make_generator(job.train.seed, "train", 0, 0)
@@ -229,7 +229,7 @@ def test_clips_of_a_stock_vae_are_trained_on_as_those_of_the_models_own(tmp_path
     stock, own = _cached(stock_job, encoders), _cached(own_job, ComfyEncoders())
     assert encoders.vae.num_encoded == len(stock.samples) == len(own.samples) >= 3
     for index in range(len(own.samples)):
-        found, expected = stock.load([index], [False]), own.load([index], [False])
+        found, expected = stock.load([index], [0]), own.load([index], [0])
         torch.testing.assert_close(found.latents, expected.latents, rtol=1e-4, atol=1e-4)
         assert found.conditions.keys() == expected.conditions.keys()
         if is_given:

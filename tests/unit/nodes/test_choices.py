@@ -89,7 +89,8 @@ def test_folders_with_files_are_listed(nodes: ModuleType, host: comfy_stub.FakeH
     Image.new("RGB", (8, 8)).save(other / "birds" / "a.png")
     host.allow(other)
     found = _input(nodes, "TrainingDatasetNode", "folder").options
-    assert found["options"] == ["dogs", "sets/cats", str(other / "birds")] and found["default"] == "dogs"
+    assert found["options"] == ["dogs", "sets", "sets/cats", str(other), str(other / "birds")]
+    assert found["default"] == "dogs"
     held_out = _input(nodes, "TrainingDatasetNode", "evaluation_folder").options
     assert held_out["options"] == ["[none]", *found["options"]] and held_out["default"] == "[none]"
 

@@ -104,6 +104,22 @@ def test_a_caption_is_written_once_and_not_over_what_somebody_else_wrote(api: Ap
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "a.txt", "b.png", "b.txt"]
 
 
+def test_a_caption_of_json_is_shown_and_its_edit_is_a_caption_file(api: Api, folder: Path, tmp_path: Path) -> None:
+    (folder / "captions.json").write_text('{"b.png": ["of json", "of json, too"]}')
+    shown = {each["file"]: each for each in _get(api, "dataset", "folder=dogs").values["files"]}
+    assert (shown["b.png"]["caption"], shown["b.png"]["trained_as"]) == ("of json", "of json\nof json, too")
+    assert _write(api, caption="mine", was="another").status == 409
+    answer = _write(api, caption="mine", was="of json")
+    assert (answer.status, answer.values["caption"]) == (200, "mine") and (folder / "b.txt").read_text() == "mine\n"
+    assert _write(api, caption="late", was="of json").status == 409
+    (folder / "b.txt").unlink()
+    (folder / "captions.json").rename(tmp_path / "elsewhere.json")
+    (folder / "captions.json").symlink_to(tmp_path / "elsewhere.json")
+    assert _get(api, "dataset", "folder=dogs").values["files"][0]["caption"] is None  # a link is not followed here
+    (folder / "other.json").write_text("{broken")
+    assert "other.json" in _get(api, "dataset", "folder=dogs").values["files"][0]["problem"]
+
+
 def _at_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *asked: Callable[[], Answer]) -> list[Answer]:
     """The answers to two requests, of which each waits in a function for the other to be there, too, if it can be."""
     both, real = threading.Barrier(2), getattr(owner, name)

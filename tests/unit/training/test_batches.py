@@ -51,7 +51,7 @@ def test_a_noise_mask_is_given_in_the_size_of_the_latents_and_weighs_the_loss(tm
     of_latents = {"samples": video, "noise_mask": mask}
     of_condition = {**text, "noise_mask": torch.tensor([0.0, 1.0, 1.0]).view(1, 3, 1, 1)}
     cached = _cached(tmp_path, [of_latents, {"samples": video}, {"samples": video}], [text, of_condition, text])
-    batch = cached.load([0, 1, 2], [False] * 3)
+    batch = cached.load([0, 1, 2], [0] * 3)
     found = batch.conditions["noise_mask"]
     assert found.shape == (3, 1, 3, 2, 2) and batch.text.keys() == {"cond"}
     assert [each.tolist() for each in found[:, 0, :, 1, 0]] == [[0.0, 0.5, -1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
@@ -63,7 +63,7 @@ def test_a_noise_mask_is_given_in_the_size_of_the_latents_and_weighs_the_loss(tm
 
 def test_without_a_noise_mask_nothing_is_given_and_nothing_weighed(tmp_path: Path) -> None:
     cached = _cached(tmp_path, [{"samples": torch.randn(4, 3, 2, 2)}], [{"cond": torch.randn(5, 8)}])
-    batch = cached.load([0], [False])
+    batch = cached.load([0], [0])
     assert batch.mask is None and not batch.conditions
 
 
@@ -97,29 +97,29 @@ def test_what_was_read_ahead_is_what_would_be_read_and_is_read_once(tmp_path: Pa
     cached, store, order = _pictures(tmp_path)
     for _ in range(6):
         batch = order.next()
-        loaded = cached.load(batch.indices, batch.captions_dropped)
+        loaded = cached.load(batch.indices, batch.captions)
         assert loaded.latents.unique().tolist() == [float(batch.indices[0])]
         assert loaded.text["states"].unique().tolist() == [10.0 + batch.indices[0]]
         cached.read_ahead(order.ahead(0))
     assert len(store.reads) == 2 * 7, "six batches, and one that nobody has asked for yet"
     store.reads.clear()
     batch = order.next()
-    cached.load(batch.indices, batch.captions_dropped)
+    cached.load(batch.indices, batch.captions)
     assert not store.reads and not cached.read
 
 
 def test_another_batch_than_the_one_read_ahead_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     cached, _, _ = _pictures(tmp_path)
     for asked, guessed in ((0, 1), (2, 0), (0, 0), (0, 2)):
-        assert cached.load((asked,), (False,)).latents.unique().tolist() == [float(asked)]
-        cached.read_ahead(Batch((guessed,), (False,)))
+        assert cached.load((asked,), (0,)).latents.unique().tolist() == [float(asked)]
+        cached.read_ahead(Batch((guessed,), (0,)))
         assert len(cached.read) == 2, "of one batch"
 
 
 def test_an_entry_that_cannot_be_read_ahead_is_met_when_it_is_needed(tmp_path: Path) -> None:
     cached, store, _ = _pictures(tmp_path)
     store.path(cached.samples[1].latents_key).unlink()
-    cached.read_ahead(Batch((1,), (False,)))
-    assert cached.load((0,), (False,)).latents.unique().tolist() == [0.0]
+    cached.read_ahead(Batch((1,), (0,)))
+    assert cached.load((0,), (0,)).latents.unique().tolist() == [0.0]
     with pytest.raises(RuntimeError, match=r"1\.png was deleted or damaged since this run began"):
-        cached.load((1,), (False,))
+        cached.load((1,), (0,))

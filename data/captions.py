@@ -1,0 +1,267 @@
+"""Captions of images and clips: the files that hold them, and the texts that are trained.
+
+Of cat.png that is cat.txt, else cat.caption, else an entry of a JSON file: cat.json, or one file for a whole folder, as
+Hugging Face's imagefolder, sd-scripts, musubi-tuner, ai-toolkit, diffusion-pipe and LTX's trainer have it. A JSON
+file counts as one of captions if an entry names an image or clip that is there; what is wrong in it is then refused.
+
+Where tags are shuffled or dropped, a text of each of some draws is made ahead, because encoders run before a training.
+A draw is a hash of the caption and its number: other seeds, images and runs have the same texts, and encode none anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config.job import DataConfig, FolderConfig
+from ..system.files import Looked, expect, parse_json, read_ordinary
+
+TEXT_FILES = (".txt", ".caption")  # the first counts
+_MOST_CAPTION_BYTES = 1_000_000
+_MOST_TABLE_BYTES = 100_000_000
+_MOST_TEXTS = 100  # of one image
+_NAME_KEYS = ("file_name", "image_path", "video_path", "media_path")
+_TEXT_KEYS = ("caption", "captions", "text", "prompt")  # and behind them "tags"
+_HALF = re.compile("[\ud800-\udfff]")
+_REMEDY = "mend it, or take the file out of the folder"
+
+
+def stem_of(path: Path) -> str:
+    """The name without a file's ending; a folder's name has none."""
+    return path.name if os.path.isdir(path) else path.stem
+
+
+def caption_file(path: Path) -> Path:
+    """name.txt, or name.caption where that alone is there."""
+    text, other = (path.with_name(f"{stem_of(path)}{suffix}") for suffix in TEXT_FILES)
+    return other if os.path.lexists(other) and not os.path.lexists(text) else text
+
+
+def read_caption(path: Path) -> str | None:
+    """The caption without blanks around it; None if there is no such file.
+
+    Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
+    """
+    try:
+        return _read_text(path, _MOST_CAPTION_BYTES, "a caption").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _read_text(path: Path, most_bytes: int, wanted: str) -> str:
+    try:
+        return read_ordinary(path, most_bytes, wanted).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+# ---- JSON files
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a JSON file says of one name; "" where it gives none."""
+
+    file: Path
+    name: str
+    value: Any
+    line: int = 0  # 0 of one that is not on a line of its own
+    text: str = ""  # of the file
+
+    def __str__(self) -> str:
+        """Its place, which is looked for only where something is wrong there."""
+        shown = [json.dumps(self.name, ensure_ascii=is_plain) for is_plain in (False, True)]
+        at = max(map(self.text.find, shown))
+        line = self.line or (self.text.count("\n", 0, at) + 1 if at >= 0 else 1)
+        return f"{self.file}, line {line}"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the JSON files of a dataset folder say.
+
+    Args:
+        texts: captions of images and clips, at least one each. entries: that hold them.
+        files: those of captions. strange: names of their entries that are no image or clip.
+    """
+
+    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    files: set[Path] = field(default_factory=set)
+    strange: list[str] = field(default_factory=list)
+
+    def of(self, path: Path) -> tuple[tuple[str, ...] | None, str]:
+        """The captions of an image or clip, and which kind of file, or which file of many, has them.
+
+        Raises: ValueError as read_caption.
+        """
+        file = caption_file(path)
+        if (text := read_caption(file)) is not None:
+            return (text,), file.suffix
+        if (place := _place(path)) not in self.texts:
+            return None, ""
+        source = self.entries[place].file
+        return self.texts[place], source.suffix if source.stem == stem_of(path) else source.name
+
+    def has(self, path: Path) -> bool:
+        """Whether an entry is of this image or clip."""
+        return _place(path) in self.texts
+
+
+def read_tables(
+    folders: Iterable[Path], media: Sequence[Path], ask: Callable[[], None], *, follows_links: bool = True
+) -> Tables:
+    """The captions in the JSON files of folders, of images and clips in them and below. They are not looked at where
+    each has a caption file of its own.
+
+    Raises: ValueError naming file and line of what is wrong.
+    """
+    found = Tables()
+    if all(os.path.lexists(caption_file(path)) for path in media):
+        return found
+    names: dict[str, dict[str, str]] = {}
+    for path in media:
+        for name in (path, path.with_name(stem_of(path))):
+            names.setdefault(_place(name), {})[_place(path)] = path.name
+    for file in [entry for folder in dict.fromkeys(folders) for entry in Looked(ask).entries(folder)]:
+        is_table = file.suffix.lower() in (".json", ".jsonl") and file.is_file()
+        if is_table and (follows_links or not file.is_symlink()):
+            _add(found, file, list(_entries(file, names)), names)
+    return found
+
+
+def _place(path: Path | str) -> str:
+    return os.path.normpath(os.path.abspath(path))
+
+
+def _entries(file: Path, names: Mapping[str, object]) -> Iterator[_Entry]:
+    text = _read_text(file, _MOST_TABLE_BYTES, "captions")
+    if file.suffix.lower() == ".jsonl":
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield _named(file, parse_json(line, f"{file}, line {number}", _REMEDY), number)
+        return
+    values = parse_json(text, str(file), _REMEDY)
+    if isinstance(values, list):
+        yield from (_named(file, value, text=text) for value in values)
+    elif isinstance(values, dict) and _place(file.with_suffix("")) in names and {*_TEXT_KEYS, "tags"} & values.keys():
+        yield _Entry(file, file.stem, values)
+    elif isinstance(values, dict):
+        yield from (_Entry(file, name, value, text=text) for name, value in values.items())
+
+
+def _named(file: Path, value: Any, line: int = 0, text: str = "") -> _Entry:
+    given = [value[key] for key in _NAME_KEYS if isinstance(value.get(key), str)] if isinstance(value, dict) else []
+    return _Entry(file, next(iter(given), ""), value, line, text)
+
+
+def _add(found: Tables, file: Path, entries: Sequence[_Entry], names: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises: ValueError for what is wrong in a file of captions."""
+    base = _place(file.parent)
+    places = [_place(os.path.join(base, each.name.replace("\\", "/"))) for each in entries]
+    if names.keys().isdisjoint(places):
+        return
+    found.files.add(file)
+    for each, place in zip(entries, places, strict=True):
+        if not each.name:
+            raise ValueError(f"{each}: names no file; give it {_NAME_KEYS[0]}")
+        if not place.startswith(os.path.join(base, "")):
+            raise ValueError(f"{each}: {each.name!r} leads out of the folder; name files relative to {file.name}")
+        if place not in names:
+            found.strange.append(each.name)
+            continue
+        image, *others = names[place]
+        if others:
+            raise ValueError(f"{each}: {each.name!r} is {' and '.join(names[place].values())}; name it with its ending")
+        if image in found.entries:
+            raise ValueError(f"{each}: {each.name!r} has captions in {found.entries[image]}, too; remove one of them")
+        if texts := _texts_of(each):
+            found.texts[image], found.entries[image] = texts, each
+
+
+def _texts_of(entry: _Entry) -> tuple[str, ...]:
+    """The captions that an entry holds; its tags stand behind each.
+
+    Raises: ValueError for what is no text.
+    """
+    value, tags = entry.value, []
+    if isinstance(value, dict):
+        given = {repr(value[key]): key for key in _TEXT_KEYS if value.get(key) is not None}
+        if len(given) > 1:
+            raise ValueError(f"{entry}: has {' and '.join(given.values())}, which differ; leave one of them")
+        tags = _all_texts(value.get("tags") or [], entry)
+        value = value[next(iter(given.values()))] if given else [""] if tags else []
+    return tuple(", ".join(filter(None, [text, *tags])) for text in _all_texts(value, entry))
+
+
+def _all_texts(value: Any, entry: _Entry) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    texts = [expect(each, str, f"{entry}: a caption", _REMEDY).strip() for each in values]
+    if len(texts) > _MOST_TEXTS or any(len(each) > _MOST_CAPTION_BYTES for each in texts):
+        raise ValueError(f"{entry}: up to {_MOST_TEXTS} captions of {_MOST_CAPTION_BYTES} characters are taken")
+    if any(_HALF.search(each) for each in texts):
+        raise ValueError(f"{entry}: a caption has half a character (a surrogate), which no encoder takes; {_REMEDY}")
+    return texts
+
+
+# ---- texts
+
+_PLACE = "[trigger]"  # in caption files, as other trainers have it
+_KEPT = "|||"  # what stands before the first, and behind a second, keeps its place, as in sd-scripts
+
+
+def make_captions(texts: Sequence[str], config: DataConfig, folder: FolderConfig) -> tuple[str, ...]:
+    """What an image or clip is trained with, one of these each time; each given text makes equally many of them."""
+    if config.caption_lines:
+        texts = [line for text in texts for line in map(str.strip, text.splitlines()) if line] or [""]
+    varied = texts
+    if config.shuffle_tags or config.tag_dropout:
+        varied = [vary_tags(text, config, draw) for text in texts for draw in range(config.tag_variants)]
+    return tuple(make_caption(text, config, folder) for text in varied)
+
+
+def vary_tags(text: str, config: DataConfig, draw: int) -> str:
+    """One draw of a text's tags, which stand between commas: in another order, and some of them left out."""
+    parts = [[tag for tag in map(str.strip, part.split(",")) if tag] for part in text.split(_KEPT, 2)]
+    if len(parts) == 1:
+        parts = [parts[0][: config.keep_tags], parts[0][config.keep_tags :]]
+    head, tags, tail = [*parts, []][:3]
+    numbers: Sequence[int] = range(len(tags))
+    if config.shuffle_tags:
+        numbers = sorted(numbers, key=lambda tag: uniform(f"order {draw} {tag} {text}"))
+    kept = [tags[tag] for tag in numbers if uniform(f"drop {draw} {tag} {text}") >= config.tag_dropout]
+    return ", ".join([*head, *kept, *tail])
+
+
+def uniform(text: str) -> float:
+    """A number in [0, 1) that depends on the text only, and looks uniform over texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+
+
+def make_caption(text: str, config: DataConfig, folder: FolderConfig) -> str:
+    """With the trigger word, as the dataset and the folder say; of regularisation images without it."""
+    trigger = "" if folder.regularisation else config.trigger_word.strip()
+    template = folder.caption_template or config.caption_template
+    text = _tidy(text.replace(_PLACE, trigger)) if _PLACE in text else text
+    if template:
+        return _tidy(template.replace("{trigger}", trigger).replace("{caption}", text))
+    if not trigger or trigger.lower() in text.lower():
+        return text
+    return _tidy(f"{trigger}, {text}")
+
+
+def _tidy(text: str) -> str:
+    """Without what is left of a list whose ends are empty."""
+    return text.strip().strip(",").strip()
