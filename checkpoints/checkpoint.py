@@ -24,7 +24,7 @@ from typing import Any, Literal
 from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
-from .header import TensorRecord, read_model_header
+from .header import FileHeader, TensorRecord, read_model_header
 from .model_class import (
     described,
     differences,
@@ -97,6 +97,25 @@ class CheckpointInfo:
         return sum(self.quantized_types.values())
 
 
+def read_tensor_records(
+    path: Path, wanted: Variant | None = None
+) -> tuple[Source, list[FileHeader], dict[str, TensorRecord]]:
+    """The tensors of a diffusion model by their names without its prefix, and where they lie.
+
+    What else a bundled file holds (VAE, text encoders) is in the headers alone.
+
+    Raises: ValueError for a LoRA, and for a path that is no model.
+    """
+    source = find_source(path, wanted)
+    headers = [read_model_header(file) for file in source.files]
+    records = {name: record for header in headers for name, record in header.records().items()}
+    refuse_lora(source.path, records)
+    for prefix in _PREFIXES:
+        if own := {name[len(prefix) :]: record for name, record in records.items() if name.startswith(prefix)}:
+            return source, headers, own
+    return source, headers, records
+
+
 def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> CheckpointInfo:
     """Recognise a checkpoint from its header and config; reads no weights and no network.
 
@@ -109,14 +128,7 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
     """
     families = (find_family(family),) if family else tuple(FAMILIES.values())
     wanted = find_variant(variant, families)[1] if variant else None
-    source = find_source(Path(path).expanduser(), wanted)
-    headers = [read_model_header(file) for file in source.files]
-    records = {name: record for header in headers for name, record in header.records().items()}
-    refuse_lora(source.path, records)
-    for prefix in _PREFIXES:  # what else a bundled file holds (VAE, text encoders) goes
-        if own := {name[len(prefix) :]: record for name, record in records.items() if name.startswith(prefix)}:
-            records = own
-            break
+    source, headers, records = read_tensor_records(Path(path).expanduser(), wanted)
     formats = read_formats(source.path, records, [header.metadata for header in headers])
     records = pair_scales(source.path, records, formats)
     class_name = source.config.get("_class_name")

@@ -186,7 +186,7 @@ def make_lora_tensors(
     Args:
         trained: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out], by diffusers fqn.
         for_comfyui: the same with DoRA's magnitudes restated for ComfyUI; the diffusers layout does not need it.
-        alpha, rank: strength is alpha / rank in all layers.
+        alpha, rank: strength is alpha / rank in all layers, whatever their own ranks are.
     Raises: ValueError for DoRA on a part of a stacked layer, or that no name has a place for; for a layer that is not
         of this family.
     """
@@ -202,8 +202,8 @@ def lora_to_original(
 ) -> dict[str, torch.Tensor]:
     """The LoRA as ComfyUI loads it; see make_lora_tensors."""
     written: dict[str, torch.Tensor] = {}
-    for name, (layer, count) in _original_layers(family, _by_module(tensors, rank)).items():
-        layer[ALPHA] = torch.tensor(float(alpha) * count, dtype=torch.float32)
+    for name, layer in _original_layers(family, _by_module(tensors)).items():
+        layer[ALPHA] = torch.tensor(float(alpha) * (len(layer[A]) / rank), dtype=torch.float32)
         written |= _named(_ORIGINAL_PREFIX + name, layer)
     return written
 
@@ -212,7 +212,7 @@ def lora_to_diffusers(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
 ) -> dict[str, torch.Tensor]:
     """The LoRA as diffusers' pipelines load it: one entry per layer, nothing fused, strength in B."""
-    layers = _by_module(tensors, rank, alpha / rank)
+    layers = _by_module(tensors, alpha / rank)
     originals_of(layers, family.renames)  # refuses layers of another family
     written: dict[str, torch.Tensor] = {}
     for module, layer in layers.items():
@@ -234,18 +234,18 @@ def lora_to_both(
     if family.shared_lora_names == "original":
         if any(name.endswith(DORA) for name in tensors):
             raise ValueError(f'no DoRA of {family.title} is read by both; save with lora_layout = "original"')
-        for name, (layer, _) in _original_layers(family, _by_module(tensors, rank, alpha / rank)).items():
+        for name, layer in _original_layers(family, _by_module(tensors, alpha / rank)).items():
             written |= _named(_ORIGINAL_PREFIX + name, layer)
         return written
     written = lora_to_diffusers(family, tensors, alpha, rank)
-    layers = _by_module(for_comfyui, rank, alpha / rank)
+    layers = _by_module(for_comfyui, alpha / rank)
     unread = {module: layers.pop(module) for module in list(layers) if matches_any(module, family.unread_lora)}
     for module, layer in layers.items():
         if DORA in layer:
             (stack,) = originals_of([module], family.renames).values()
             scale = swap_halves({DORA: layer[DORA].reshape(-1, 1)}, stack)  # ComfyUI swaps A and B alone
             written |= _named(_DIFFUSERS_PREFIX + module, scale)
-    for name, (layer, _) in _original_layers(family, unread).items():
+    for name, layer in _original_layers(family, unread).items():
         copies = {kind: tensor.clone() for kind, tensor in layer.items()}  # A is in the file twice
         written |= _named(_COMFYUI_PREFIX + name.replace(".", "_"), copies)
     return written
@@ -255,7 +255,7 @@ def _named(prefix: str, layer: Layer) -> dict[str, torch.Tensor]:
     return {f"{prefix}.{kind}": layer[kind].contiguous() for kind in _KINDS if kind in layer}
 
 
-def _by_module(tensors: Mapping[str, torch.Tensor], rank: int, strength: float = 1.0) -> dict[str, Layer]:
+def _by_module(tensors: Mapping[str, torch.Tensor], strength: float = 1.0) -> dict[str, Layer]:
     """By module, with the strength multiplied into B."""
     layers: dict[str, Layer] = {}
     for name, tensor in tensors.items():
@@ -264,33 +264,35 @@ def _by_module(tensors: Mapping[str, torch.Tensor], rank: int, strength: float =
             raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {A}, {B} or {DORA}")
         scaled = tensor * strength if kind == B and strength != 1 else tensor
         layers.setdefault(name.removesuffix(f".{kind}"), {})[kind] = scaled
-    for module, layer in layers.items():
-        if layer[A].shape[0] != rank or layer[B].shape[1] != rank:
-            raise ValueError(f"{module} has a LoRA of rank {layer[A].shape[0]}, not {rank}")
     return layers
 
 
-def _original_layers(family: ModelFamily, layers: Mapping[str, Layer]) -> dict[str, tuple[Layer, int]]:
-    """The layers as the original has them, by its names, and how many were stacked in each."""
+def _original_layers(family: ModelFamily, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+    """The layers as the original has them, by its names. Members that share one A keep it as it is."""
     check_original_layout(family, layers, any(DORA in layer for layer in layers.values()))
-    found: dict[str, tuple[Layer, int]] = {}
+    found: dict[str, Layer] = {}
     for stack in originals_of(layers, family.renames).values():
         present = {member: layers[member] for member in stack.members if member in layers}
         member, layer = next(iter(present.items()))
         fused = dict(layer)
         if len(stack.members) > 1:
             unit = layer[B].shape[0] // stack.proportions[stack.members.index(member)]
+            is_shared = len(present) > 1 and all(each[A] is layer[A] for each in present.values())
             blocks = [
-                present[member][B] if member in present else layer[B].new_zeros(unit * proportion, 0)
+                present[member][B]
+                if member in present
+                else layer[B].new_zeros(unit * proportion, len(layer[A]) if is_shared else 0)
                 for member, proportion in zip(stack.members, stack.proportions, strict=True)
             ]
             fused = {A: torch.cat([each[A] for each in present.values()]), B: torch.block_diag(*blocks)}
+            if is_shared:
+                fused = {A: layer[A], B: torch.cat(blocks)}
             if all(DORA in each for each in present.values()):
                 fused[DORA] = torch.cat([each[DORA].reshape(-1) for each in present.values()])
         fused = swap_halves(fused, stack)
         if DORA in fused:
             fused[DORA] = fused[DORA].reshape(-1, 1)
-        found[stack.original] = fused, len(present)
+        found[stack.original] = fused
     return found
 
 

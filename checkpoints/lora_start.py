@@ -78,6 +78,11 @@ def find_part(name: str) -> Part | None:
     return next((Part(match[1], kind) for kind, match in found if match), None)
 
 
+def is_text_layer(name: str) -> bool:
+    """Whether a layer or tensor of a file is of a text encoder."""
+    return _TEXT.match(name) is not None
+
+
 def read_start(
     path: Path, family: ModelFamily, linears: Mapping[str, tuple[int, int]], *, trains_text: bool = False
 ) -> dict[str, Layer]:
@@ -93,20 +98,21 @@ def read_start(
     refuse_no_file(path)
     with open_weights(path) as reader:
         metadata, tensors = reader.header.metadata, reader.all_tensors()
-    if not trains_text and (found := [name for name in tensors if _TEXT.match(name)]):
+    if not trains_text and (found := [name for name in tensors if is_text_layer(name)]):
         raise ValueError(
             f"{path} also changes a text encoder ({found[0]}, {len(found)} tensors), and without these the LoRA would "
             "be another; set lora.text_encoder = true to train them, too (SD 1.5, SD 2 and SDXL as ComfyUI has them), "
             "or give a LoRA of the diffusion model alone"
         )
-    names, others = _grouped(path, tensors)
+    names, others = group_parts(path, tensors)
     if others and family.host is None:
         raise ValueError(
             f"{path} has {others[0]}, which is no tensor of a LoRA, DoRA or LoKr of linear layers ({len(others)} of "
             f"{len(tensors)} tensors); give another file"
         )
     _refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - _EXTRAS})
-    tensors = _with_metadata(path, metadata, {name: each.float() for name, each in tensors.items()}, names)
+    strengths = read_strengths(path, metadata, tensors, names)
+    tensors = {name: each.float() * strengths.get(name, 1) for name, each in tensors.items()}
     if family.host is not None:
         try:
             layers = {name: dict(layer) for name, layer in family.host.read_lora(tensors).items()}
@@ -114,11 +120,11 @@ def read_start(
             raise ValueError(f"{path}: {error}") from error
     else:
         named = {layer: {kind: tensors[name] for kind, name in own.items()} for layer, own in names.items()}
-        layers = _read_layers(path, named, family, linears)
+        layers = place_layers(path, named, family, LayerNames(family, linears))
     if not layers:
         raise ValueError(f"{path} holds no LoRA: {len(tensors)} tensors, none of a layer that is known")
     for name, layer in layers.items():
-        size = _size(layer)
+        size = layer_size(layer)
         if not is_of_text(name) and size != linears.get(name):
             has = f"{linears[name][0]} by {linears[name][1]}" if name in linears else "none"
             raise ValueError(
@@ -127,7 +133,7 @@ def read_start(
     return layers
 
 
-def _grouped(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], list[str]]:
+def group_parts(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], list[str]]:
     """The names of each layer's tensors by the name of the layer in the file, and the names of no such tensor.
 
     Diffusers' come first, for PEFT's magnitude is the trained one."""
@@ -152,9 +158,7 @@ def _refuse_unsound(path: Path, tensors: Mapping[str, Tensor], names: Mapping[st
     changes = False
     for layer, own in names.items():
         parts = {kind: tensors[name] for kind, name in own.items()}
-        faults = (_fault_of_kinds(parts), *map(_fault_of_numbers, parts, parts.values()))
-        if fault := next(filter(None, faults), "") or _fault_of_shapes(parts):
-            raise ValueError(f"{path}: {layer} {fault}; give another file")
+        refuse_unsound_layer(path, layer, parts)
         matrices = [each for kind, each in parts.items() if kind != "alpha"]  # a trained magnitude may change it alone
         changes = changes or DORA in own or MAGNITUDE in own or all(bool(each.float().any()) for each in matrices)
     if names and not changes:
@@ -162,6 +166,13 @@ def _refuse_unsound(path: Path, tensors: Mapping[str, Tensor], names: Mapping[st
             f"{path} changes nothing: of each of its {len(names)} layers one matrix is all zero, as in a LoRA that was "
             "never trained; leave lora.start_from out to begin afresh, or give another file"
         )
+
+
+def refuse_unsound_layer(path: Path, layer: str, parts: Layer) -> None:
+    """Raises: as above, but for a layer that is all zero."""
+    faults = (_fault_of_kinds(parts), *map(_fault_of_numbers, parts, parts.values()))
+    if fault := next(filter(None, faults), "") or _fault_of_shapes(parts):
+        raise ValueError(f"{path}: {layer} {fault}; give another file")
 
 
 def _fault_of_kinds(parts: Mapping[str, Tensor]) -> str:
@@ -231,11 +242,14 @@ class _Strength(NamedTuple):
         return f"alpha {self.alpha:g} for rank {self.rank}{' (rslora)' if self.is_rslora else ''}"
 
 
-def _with_metadata(
-    path: Path, metadata: Mapping[str, str], tensors: dict[str, Tensor], names: Mapping[str, Names]
-) -> dict[str, Tensor]:
-    """With the strength in them that is in metadata alone."""
-    strengths = _read_strengths(path, metadata, list(names))
+def read_strengths(
+    path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], names: Mapping[str, Names]
+) -> dict[str, float]:
+    """What tensors are to be multiplied by, for metadata alone say so; of tensors shapes and alphas are looked at.
+
+    Raises: ValueError where the two do not agree, or nobody knows which was meant.
+    """
+    strengths = _strengths_of_layers(path, metadata, list(names))
     multiplied = {}
     for layer, own in names.items():
         said, ranked = strengths.get(layer), next((own[kind] for kind in _RANKED if kind in own), None)
@@ -252,7 +266,7 @@ def _with_metadata(
     if any(not math.isclose(said.value, 1.0) for said in multiplied.values()):
         said = next(iter(multiplied.values()))
         _log.warning(
-            "%s has %s in its metadata alone (%d layers); the LoRA begins with that strength, %g, and ComfyUI's loader "
+            "%s has %s in its metadata alone (%d layers); it is taken with that strength, %g, and ComfyUI's loader "
             "takes the file with 1",
             *(path, said, len(multiplied), said.value),
         )
@@ -264,7 +278,7 @@ def _with_metadata(
                 f"{path} has no alpha for {bare[0]} ({len(bare)} such layers), so it is of strength 1, and its "
                 f"metadata says ss_network_alpha {alpha:g} for rank {dim:g}, which is {alpha / dim:g}; {_REMEDY}"
             )
-    return {name: each * multiplied[name].value if name in multiplied else each for name, each in tensors.items()}
+    return {name: said.value for name, said in multiplied.items()}
 
 
 def _number(text: str | None) -> float:
@@ -274,7 +288,7 @@ def _number(text: str | None) -> float:
         return 0.0
 
 
-def _read_strengths(file: Path, metadata: Mapping[str, str], layers: Sequence[str]) -> dict[str, _Strength]:
+def _strengths_of_layers(file: Path, metadata: Mapping[str, str], layers: Sequence[str]) -> dict[str, _Strength]:
     """What is said of each of a file's layers, by their names in the file; {} where nothing is."""
     model, beside = _PEFT_FILES
     source, found = f"{file}: {_METADATA}", {}
@@ -343,39 +357,55 @@ class _PeftConfig:
 # ---- the file's layers as those of the model
 
 
-def _read_layers(
-    path: Path, named: Mapping[str, Layer], family: ModelFamily, linears: Mapping[str, tuple[int, int]]
-) -> dict[str, Layer]:
-    underscored = {name.replace(".", "_"): name for name in linears}
-    stacks = (find_by_diffusers(name, family.renames) for name in linears)
-    originals = {stack.original.replace(".", "_"): stack.original for stack in stacks if stack is not None}
-    layers: dict[str, Layer] = {}
-    origin: dict[str, str] = {}
-    for name, layer in named.items():
-        # alpha / rank is multiplied into B, or into LoKr's first matrix.
-        alpha = layer.pop("alpha", None)
-        factor = next((layer[kind] for kind in _RANKED if kind in layer), None)
-        strength = 1.0 if alpha is None or factor is None else float(alpha) / factor.shape[0]
-        if "lokr_w1_a" in layer:
-            layer["lokr_w1"] = layer.pop("lokr_w1_a") @ layer.pop("lokr_w1_b")
-        flat = {kind: tensor.flatten(1) if kind in (A, B) else tensor for kind, tensor in layer.items()}
-        whole = {kind: tensor * strength if kind in (B, *FIRST) else tensor for kind, tensor in flat.items()}
-        members = None
+class LayerNames:
+    """How files name the linears of a model: as diffusers or the makers do, with dots or underscores."""
+
+    def __init__(self, family: ModelFamily, linears: Iterable[str]) -> None:
+        self._underscored = {name.replace(".", "_"): name for name in linears}
+        self._known = set(self._underscored.values())
+        self._renames = family.renames
+        stacks = (find_by_diffusers(name, family.renames) for name in self._known)
+        self._originals = {stack.original.replace(".", "_"): stack.original for stack in stacks if stack is not None}
+
+    def find(self, name: str) -> Stack | None:
+        """The linears that a layer of a file changes, under its name there; None if there are none."""
         bare = [name]
         for _ in range(2):  # "base_model.model.transformer."
             bare += [n.removeprefix(p) for n in bare for p in (*_PREFIXES, *_MORE_PREFIXES) if n.startswith(p)]
         for each in bare:
-            dotted = underscored.get(each, each)
-            if dotted in linears:
-                members = {dotted: whole}
-                break
-            stack = find_by_original(originals.get(each, each), family.renames)
-            if stack is not None and all(member in linears for member in stack.members):
-                members = _cut(name, whole, stack)
-                break
-        if members is None:
+            dotted = self._underscored.get(each, each)
+            if dotted in self._known:
+                return Stack(dotted, (dotted,), (1,), swap_halves=False)
+            stack = find_by_original(self._originals.get(each, each), self._renames)
+            if stack is not None and self._known.issuperset(stack.members):
+                return stack
+        return None
+
+
+def with_strength(layer: Layer) -> Layer:
+    """The matrices with alpha / rank in B, or in LoKr's first matrix, which becomes one."""
+    layer = dict(layer)
+    alpha = layer.pop("alpha", None)
+    factor = next((layer[kind] for kind in _RANKED if kind in layer), None)
+    strength = 1.0 if alpha is None or factor is None else float(alpha) / factor.shape[0]
+    if "lokr_w1_a" in layer:
+        layer["lokr_w1"] = layer.pop("lokr_w1_a") @ layer.pop("lokr_w1_b")
+    flat = {kind: tensor.flatten(1) if kind in (A, B) else tensor for kind, tensor in layer.items()}
+    return {kind: tensor * strength if kind in (B, *FIRST) else tensor for kind, tensor in flat.items()}
+
+
+def place_layers(path: Path, named: Mapping[str, Layer], family: ModelFamily, names: LayerNames) -> dict[str, Layer]:
+    """The model's linears that layers of a file change, with the strength in them.
+
+    Raises: ValueError for a layer that the model does not have, or that is there twice and not alike.
+    """
+    layers: dict[str, Layer] = {}
+    origin: dict[str, str] = {}
+    for name, layer in named.items():
+        stack = names.find(name)
+        if stack is None:
             raise ValueError(f"{path} changes {name}, which {family.title} does not have; give a LoRA of this model")
-        for member, own in members.items():
+        for member, own in _cut(name, with_strength(layer), stack).items():
             known = layers.setdefault(member, own)
             origin.setdefault(member, name)
             # A file of ours for both loaders has some layers twice, alike but for DoRA's magnitudes, which each loader
@@ -390,7 +420,7 @@ def _read_layers(
 
 
 def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
-    """The members' own parts."""
+    """The members' own parts; where all ranks of A are theirs, they share it."""
     if B not in layer and (len(stack.members) > 1 or stack.swap_halves):
         raise ValueError(f"LoKr of {name} cannot be cut into {', '.join(stack.members)}; give plain LoRA")
     layer = swap_halves(layer, stack)
@@ -402,18 +432,17 @@ def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
         used = up.abs().amax(0) > 0
         magnitudes = {k: t.reshape(-1)[start:end] for k, t in layer.items() if k in (DORA, MAGNITUDE)}
         if used.any() or magnitudes:
-            cut[member] = {A: layer[A][used], B: up[:, used]} | magnitudes
+            cut[member] = {A: layer[A] if used.all() else layer[A][used], B: up[:, used]} | magnitudes
     return cut
 
 
-def _size(layer: Layer) -> tuple[int, int]:
+def layer_size(layer: Layer) -> tuple[int, int]:
     """Rows and columns of the weight that a layer changes."""
     if A in layer:
         return layer[B].shape[0], layer[A].shape[1]
-    rows, columns = (layer.get("lokr_w2", layer.get(kind)) for kind in ("lokr_w2_a", "lokr_w2_b"))
-    assert rows is not None and columns is not None, layer.keys()
-    first = layer["lokr_w1"]
-    return first.shape[0] * rows.shape[0], first.shape[1] * columns.shape[1]
+    rows = [layer[kind if kind in layer else f"{kind}_a"].shape[0] for kind in ("lokr_w1", "lokr_w2")]
+    columns = [layer[kind if kind in layer else f"{kind}_b"].shape[1] for kind in ("lokr_w1", "lokr_w2")]
+    return rows[0] * rows[1], columns[0] * columns[1]
 
 
 # ---- whether a job can go on from them

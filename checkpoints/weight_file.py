@@ -7,20 +7,25 @@ one file on a computer of 32 GB.
 
 from __future__ import annotations
 
+import json
 import mmap
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from ..quantization.stored import PACKINGS, restore
+from ..system.files import write_atomically
 from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header, read_open_header, refuse_no_file
 
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
+_PIECE_BYTES = 2**24  # of a copy
 TORCH_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -70,6 +75,11 @@ class WeightReader:
 
     def keys(self) -> list[str]:
         return list(self.header.tensors)
+
+    def release(self) -> None:
+        """Let go of memory that holds what was read; tensors that are looked at again are read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.content.madvise(mmap.MADV_DONTNEED)
 
     def all_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self.get_tensor(name) for name in self.header.tensors}
@@ -194,3 +204,39 @@ def refuse_zeros(path: Path, records: Mapping[str, TensorRecord]) -> None:
     matrices = {name: record for name, record in records.items() if len(record.shape) > 1}
     if matrices and all(find_zero_weights({name: record}) for name, record in matrices.items()):
         raise ValueError(f"{path} holds nothing but zeros; download it again")
+
+
+# ---- writing
+
+
+def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
+    """A safetensors file of tensors as they come, one in memory at a time, atomically.
+
+    Numbers (tensors without dimensions) lie in front. All are of types that TORCH_TYPES names, on the CPU.
+
+    Raises: OSError naming the file if the disk refuses; ValueError for a name that comes twice.
+    """
+    types = {dtype: name for name, dtype in TORCH_TYPES.items() if name not in PACKINGS}
+    entries: dict[str, tuple[torch.Tensor, int]] = {}  # shape and type on meta, and where it begins
+    numbers = bytearray()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent) as spool:
+        for name, tensor in tensors:
+            if name in entries:
+                raise ValueError(f"{path} would have {name} twice")
+            entries[name] = torch.empty_like(tensor, device="meta"), spool.tell() if tensor.ndim else len(numbers)
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            if tensor.ndim:
+                spool.write(content.data)
+            else:
+                numbers += content.tobytes()
+        header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+        for name, (kind, start) in entries.items():
+            start += len(numbers) if kind.ndim else 0
+            ends = [start, start + kind.numel() * kind.element_size()]
+            header[name] = {"dtype": types[kind.dtype], "shape": list(kind.shape), "data_offsets": ends}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        spool.seek(0)
+        pieces = iter(lambda: spool.read(_PIECE_BYTES), b"")
+        write_atomically(path, chain((len(text).to_bytes(8, "little"), text, bytes(numbers)), pieces))

@@ -17,6 +17,7 @@ from ..system.import_faults import import_fault
 from ..system.stopping import STOPPED, note_parent
 from ..system.telling import LOUD, SaidLogs, printable, safe_output, say
 from ..version import VERSION
+from .lora import add_lora_tools
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,6 +247,13 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument("--output", "-o", type=Path, metavar="JOB", help="write the job there; printed otherwise")
     command.add_argument("--model", type=Path, help="the model's file or folder, in place of what the file names")
     command.set_defaults(command=_command("convert", "convert"))
+
+    command = commands.add_parser(
+        "lora",
+        help="inspect, convert, scale, merge, extract and resize LoRA files",
+        description="Tools on LoRA files. They read and write a layer at a time, and write over no file.",
+    )
+    add_lora_tools(command)
     return parser
 
 

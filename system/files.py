@@ -15,7 +15,7 @@ import re
 import stat
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +57,8 @@ def read_ordinary(path: Path, most_bytes: int, wanted: str) -> bytes:
     return path.read_bytes()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by these bytes; missing folders are made.
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replace `path` by these bytes, which may come in pieces; missing folders are made.
 
     Raises: OSError naming the file if the disk refuses; the old file is then still there.
     """
@@ -67,7 +67,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            file.writelines((data,) if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
