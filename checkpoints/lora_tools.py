@@ -47,6 +47,7 @@ from .weight_file import WeightReader, open_weights, read_rows, write_tensors
 
 Tensors = Iterator[tuple[str, Tensor]]
 FileLayout = Literal["original", "diffusers", "both", "kohya"]
+LAYOUTS: tuple[FileLayout, ...] = ("original", "diffusers", "both", "kohya")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _KOHYA = {A: "lora_down.weight", B: "lora_up.weight"}
@@ -137,7 +138,7 @@ def _refuse_kinds(file: LoraFile, done: str) -> None:
 class Result:
     """Tensors that a tool makes as they are asked for, and what is known once all of them were.
 
-    did: for the metadata. ranks: by layer. energy: squared norms of all changes, and of what is kept of them.
+    did: for the metadata. ranks: by layer. energy: squared norms of what was cut, before and after.
     """
 
     tensors: Tensors
@@ -180,8 +181,8 @@ def combine(
 ) -> Result:
     """The sum of files with weights, each layer cut to a rank or to the fewest that keep a share of its squared norm.
 
-    A layer has the names of the first file with it. One that is of one file and not cut keeps its matrices where its
-    alpha can hold the weight.
+    A layer has the names of the first file with it. One of a single file that is not cut keeps its matrices where it
+    has an alpha, which takes the weight.
 
     Raises: ValueError for other kinds than LoRA, and for files of several models or layouts.
     """
@@ -223,16 +224,12 @@ def combine(
 
     said = " + ".join(file.path.name + (f" x {weight:g}" if weight != 1 else "") for file, weight in files)
     cut = (f"rank {rank}" if rank else "", f"{share:g} of energy" if share < 1 else "")
-    result = Result(tensors(), ", ".join(filter(None, (said, *cut))), files[0][0].reader.header.metadata)
-    return result
+    did = ", ".join(filter(None, (said, *cut)))
+    return (result := Result(tensors(), did, files[0][0].reader.header.metadata))
 
 
 def cut_rank(down: Tensor, up: Tensor, rank: int, share: float = 1.0) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """The best factors of a lower rank, of equal norms, and the squared norm of the product before and after.
-
-    Args:
-        down [R, in], up [out, R]. rank: 0 for any.
-    """
+    """Of A [R, in] and B [out, R] the best of a lower rank (0 for any), and the product's squared norm before and after."""
     q_up, r_up = torch.linalg.qr(up)
     q_down, r_down = torch.linalg.qr(down.mT)
     left, values, right = torch.linalg.svd(r_up @ r_down.mT, full_matrices=False)
@@ -260,13 +257,12 @@ def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloa
     Raises: ValueError for files that differ in names or shapes, and for rounded weights.
     """
     (ours, outside), (theirs, _) = _model_records(tuned), _model_records(base)
-    for one, of, other, path in ((ours, tuned, theirs, base), (theirs, base, ours, tuned)):
-        for name in one:
-            if name not in other:
-                raise ValueError(f"{path} has no {name}, which {of} has; give two files of one model in one layout")
-            if one[name].shape != other[name].shape:
-                shapes = list(other[name].shape), list(one[name].shape)
-                raise ValueError(f"{name} is {shapes[0]} in {path} and {shapes[1]} in {of}; give files of one model")
+    for name in ours | theirs:
+        one, other = (list(of[name].shape) if name in of else "missing" for of in (ours, theirs))
+        if one != other:
+            raise ValueError(
+                f"{name} is {one} in {tuned} and {other} in {base}; give two files of one model, in one layout"
+            )
     layers = [name.removesuffix(".weight") for name, record in ours.items() if _is_layer(name, record)]
     is_diffusers = any(
         all(find_by_diffusers(layer, family.renames) for layer in layers)
@@ -296,8 +292,7 @@ def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloa
 
     if not is_diffusers and tuned.is_dir():
         raise ValueError(f"{tuned} has names that no loader is known to read; give both files as ComfyUI has them")
-    result = Result(tensors(), f"{tuned.name} - {base.name}, rank {rank}", {}, left_out=outside)
-    return result
+    return (result := Result(tensors(), f"{tuned.name} - {base.name}, rank {rank}", {}, left_out=outside))
 
 
 def _is_layer(name: str, record: TensorRecord) -> bool:
@@ -329,6 +324,8 @@ def _change(readers: Mapping[Path, WeightReader], ours: TensorRecord, theirs: Te
             for each in (ours, theirs)
         )
         change[start:end] = mine.float() - other.to(mine.dtype).float()
+    if not torch.isfinite(change).all():
+        raise ValueError(f"{ours.key} is not finite in {ours.file} or {theirs.file}, as {ours.dtype}; give other files")
     return change if change.any() else None
 
 
@@ -378,10 +375,7 @@ def find_models(file: LoraFile, family: str = "") -> list[Model]:
 
 
 def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
-    """Kind, number type, rank and alpha if it has them, strength, size [out, in], and the norm of what it adds.
-
-    The norm is Frobenius', and of a DoRA that before its magnitude.
-    """
+    """Kind, number type, rank, alpha, strength, size [out, in], Frobenius norm of what it adds before a magnitude."""
     parts, whole, own = file.parts(layer), lora_start.with_strength(file.layer(layer)), file.names[layer]
     pair = next(((whole[down], whole[up]) for down, up in _PAIRS if down in whole), None)
     norms = [whole[kind].norm() for kind in ("lokr_w1", "lokr_w2") if kind in whole]
@@ -439,10 +433,8 @@ def _have_sizes(shapes: Shapes, stacks: Mapping[str, Stack], sizes: Mapping[str,
 def convert(file: LoraFile, layout: FileLayout, family: str = "", dtype: torch.dtype | None = None) -> Result:
     """The file in another layout. "kohya" is "original" under kohya's names, whose dots are underscores.
 
-    Where only names change, tensors of every kind stay as they are.
+    Where only names change, tensors of every kind stay as they are. A family "" is found.
 
-    Args:
-        family: "" finds it.
     Raises: ValueError for names that are not known, and for what the layout cannot hold.
     """
     models = find_models(file, family)
@@ -451,7 +443,7 @@ def convert(file: LoraFile, layout: FileLayout, family: str = "", dtype: torch.d
     if layout in ("original", "kohya") and (alike or not models and all(each.startswith(ORIGINAL) for each in layers)):
         named = {each: alike[0].original(each) if alike else each.removeprefix(ORIGINAL) for each in layers}
         return Result(_renamed(file, named, layout, dtype), did, file.reader.header.metadata)
-    if len(models) != 1:
+    if len(models) != 1 or not (family or models[0].variants):
         known = ", ".join(each.title for each in FAMILIES.values())
         may_be = f"may be of {' or '.join(each.family.title for each in models)}; name it with --family"
         other = f'has {layers[0]}, which is of none of {known}; of other models "original" becomes "kohya" alone'
@@ -488,6 +480,8 @@ def _rewritten(file: LoraFile, model: Model, layout: LoraLayout, is_kohya: bool,
     for layers in groups.values():
         own = {layer: file.layer(layer) for layer in layers}
         placed = lora_start.place_layers(file.path, own, model.family, model.names)
+        for parts in placed.values():  # so that what was one layer of the makers' becomes one of the same rank
+            parts[A] = next(each[A] for each in placed.values() if torch.equal(each[A], parts[A]))
         trained = {f"{name}.{kind}": each for name, parts in placed.items() for kind, each in parts.items()}
         for name, tensor in lora_file.make_lora_tensors(model.family, layout, trained, trained, 1.0, 1).items():
             each = tensor if name.endswith(f".{ALPHA}") else file.cast(tensor, file.names[layers[0]][B], dtype)

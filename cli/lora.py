@@ -123,6 +123,8 @@ def _weighted(texts: Sequence[str]) -> list[tuple[Path, float]]:
 
 
 def _summary(made: Result, output: Path) -> str:
+    from ..checkpoints.model_files import first
+
     ranks = sorted(made.ranks.values())
     lines = [f"{output}: {made.did}"]
     if ranks:
@@ -130,9 +132,7 @@ def _summary(made: Result, output: Path) -> str:
     if made.energy[0]:
         lines.append(f"{made.energy[1] / made.energy[0]:.1%} of the squared norm of layers that were cut is kept")
     if made.left_out:
-        lines.append(
-            f"{len(made.left_out)} tensors differ that a LoRA of layers does not hold: {', '.join(made.left_out[:3])}"
-        )
+        lines.append(f"left out, for they are no layers of the model: {first(made.left_out)}")
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ from devicebridge.checkpoints.lora_file import (
     check_original_layout,
     is_of_text,
     lora_to_both,
-    lora_to_diffusers,
     lora_to_original,
     text_lora_for_comfyui,
 )

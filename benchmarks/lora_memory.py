@@ -1,0 +1,94 @@
+"""Peak host memory of every tool of `devicebridge lora` on files of FLUX.1 (12 billion weights, 24 GB in bf16).
+
+The two models are files with a hole: base is zeros, and tuned has random numbers in the layers of some blocks, the
+largest among them. The LoRA files have random numbers in every layer. Each tool runs in a process of its own, whose
+greatest resident memory the system says, pages of mapped files included. Needs about 6 GB of disk at --rank 128:
+
+    python benchmarks/lora_memory.py --rank 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+from devicebridge.checkpoints.header import read_header
+from devicebridge.checkpoints.model_class import expected_shapes
+from devicebridge.checkpoints.weight_file import write_tensors
+from devicebridge.families.flux1 import FLUX1
+from devicebridge.families.naming import originals_of
+from random_checkpoint import write_hollow
+
+TUNED = ("double_blocks.0.", "single_blocks.0.", "single_blocks.37.")  # what differs between the two
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=128, help="of the LoRA files; that of extract is a quarter")
+    parser.add_argument("--folder", type=Path, help="for the files")
+    arguments = parser.parse_args()
+    sizes = {}
+    shapes = expected_shapes(FLUX1, FLUX1.variants[0].transformer_config)
+    for original, stack in originals_of(shapes, FLUX1.renames).items():
+        members = [shapes[member] for member in stack.members]
+        sizes[original] = (sum(shape[0] for shape in members), *members[0][1:])
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
+        base, tuned, lora = (Path(made) / f"{name}.safetensors" for name in ("base", "tuned", "lora"))
+        num_bytes = write_hollow(base, sizes)
+        write_hollow(tuned, sizes)
+        _fill(tuned)
+        write_tensors(lora, _factors(sizes, arguments.rank), {})
+        less = str(arguments.rank // 4)
+        tools = {
+            "extract": [str(tuned), str(base), "--rank", less],
+            "scale": [str(lora), "--by", "0.5"],
+            "merge": [str(lora), f"{lora}:0.5"],
+            "resize": [str(lora), "--rank", less],
+            "convert": [str(lora), "--to", "both"],
+            "inspect": [str(lora)],
+        }
+        found = {"model_gb": num_bytes / 1e9, "lora_gb": lora.stat().st_size / 1e9, "rank": arguments.rank}
+        for tool, options in tools.items():
+            output = Path(made) / "out.safetensors"
+            found[tool] = _measured(["lora", tool, *options, *([] if tool == "inspect" else ["-o", str(output)])])
+            output.unlink(missing_ok=True)
+    print(json.dumps(found, indent=1))
+
+
+def _fill(file: Path) -> None:
+    header, generator = read_header(file), torch.Generator().manual_seed(0)
+    with file.open("r+b") as stream:
+        for name, entry in header.tensors.items():
+            if name.startswith(TUNED):
+                values = torch.randn(prod(entry.shape), generator=generator).to(torch.bfloat16)
+                stream.seek(header.data_start + entry.start)
+                stream.write(values.view(torch.uint8).numpy().data)
+
+
+def _factors(sizes: dict[str, tuple[int, ...]], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, shape in sizes.items():
+        if len(shape) == 2 and "_blocks." in name:
+            layer = f"diffusion_model.{name.removesuffix('.weight')}"
+            yield f"{layer}.lora_A.weight", torch.randn(rank, shape[1]).to(torch.bfloat16)
+            yield f"{layer}.lora_B.weight", torch.randn(shape[0], rank).to(torch.bfloat16)
+            yield f"{layer}.alpha", torch.tensor(float(rank))
+
+
+def _measured(arguments: list[str]) -> dict[str, float]:
+    began = time.monotonic()
+    process = os.posix_spawn(sys.executable, [sys.executable, "-m", "devicebridge.cli.main", *arguments], os.environ)
+    _, status, usage = os.wait4(process, 0)
+    assert status == 0, arguments
+    return {"peak_gb": round(usage.ru_maxrss * 1024 / 1e9, 2), "seconds": round(time.monotonic() - began)}
+
+
+if __name__ == "__main__":
+    main()
