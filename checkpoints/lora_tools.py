@@ -229,7 +229,7 @@ def combine(
 
 
 def cut_rank(down: Tensor, up: Tensor, rank: int, share: float = 1.0) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """Of A [R, in] and B [out, R] the best of a lower rank (0 for any), and the product's squared norm before and after."""
+    """Of A [R, in] and B [out, R] the best of a lower rank (0 for any), and the squared norm before and after."""
     q_up, r_up = torch.linalg.qr(up)
     q_down, r_down = torch.linalg.qr(down.mT)
     left, values, right = torch.linalg.svd(r_up @ r_down.mT, full_matrices=False)
