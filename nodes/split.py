@@ -117,7 +117,14 @@ def _inputs() -> list[Socket | io.Input]:
     ]
 
 
-class SplitModel(io.ComfyNode):
+class _SplitNode(io.ComfyNode):
+    @classmethod
+    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
+        """A device or balance that no list has is refused by execute, which says what would work."""
+        return links_fit(cls, input_types)
+
+
+class SplitModel(_SplitNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -137,11 +144,6 @@ class SplitModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
-        """A device or balance that no list has is refused by execute, which says what would work."""
-        return links_fit(cls, input_types)
-
-    @classmethod
     @said_on_node
     def execute(cls, model: Any, **sockets: Any) -> io.NodeOutput:
         request = _read_request(sockets)
@@ -154,7 +156,7 @@ class SplitModel(io.ComfyNode):
         return io.NodeOutput(split, ui={"blocks": blocks_by_card(split)})
 
 
-class LoadDiffusionModelSplit(io.ComfyNode):
+class LoadDiffusionModelSplit(_SplitNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -183,11 +185,6 @@ class LoadDiffusionModelSplit(io.ComfyNode):
             outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
-        """A device or balance that no list has is refused by execute, which says what would work."""
-        return links_fit(cls, input_types)
 
     @classmethod
     @said_on_node

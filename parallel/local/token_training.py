@@ -20,8 +20,7 @@ from ...patches.hooks import map_tensors
 from ..runner import MicroBatch
 from ..staged_copies import copies_between
 from ..transfer import Arrivals, current_device
-from .all_rows import CountedOnce
-from .collectives import Collective
+from .collectives import Collective, CountedOnce
 from .data_parallel import DataParallel, Replica
 from .tensor_parallel import ForwardWorkers
 from .tokens import OneDeviceError, Rows, RowsError, TokenParallel

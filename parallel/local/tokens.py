@@ -27,8 +27,7 @@ from ...families.token_plan import BlockRows, Place, TokenPlan, places, segments
 from ...patches.hooks import HookSet, change_at
 from ..block_lists import members
 from ..offload.recompute import is_recomputing
-from .all_rows import Layout, all_rows
-from .collectives import Collective, Exchange, Send
+from .collectives import Collective, Exchange, Layout, Send, all_rows
 from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
 from .workers import ThreadPool

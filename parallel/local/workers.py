@@ -4,7 +4,6 @@ A run is a step of training, or a batch of forwards. Each worker is a function w
 what a worker may do when (StageOrder, Prefetch, RoundRobin); its data is read and changed only inside `when` or
 `changing`. The Coordinator has everything else:
 
-- Whoever changes something wakes those whose condition has become true, and nobody else.
 - No worker begins before every thread could be had, and none works on when `run` returns or raises.
 - The first error, or KeyboardInterrupt, ends the run. The others are unwound where they next wait, by `Stopped`.
 
@@ -44,8 +43,7 @@ class Coordinator:
         self._pool, self._state = pool, ThreadState(devices)
         self._error: BaseException | None = None
         self._is_open = False
-        self._lock = threading.Lock()
-        self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
+        self._changed = threading.Condition(threading.Lock())
 
     def run(self, workers: Sequence[Callable[[], None]], at_end: Callable[[int], None] = lambda index: None) -> None:
         """Return when all workers have ended.
@@ -61,9 +59,9 @@ class Coordinator:
         try:
             for task in tasks:
                 task.start()
-            with self._lock:
+            with self._changed:
                 self._is_open = True
-                self._wake()
+                self._changed.notify_all()
             wait_for(tasks)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
             while True:  # however often the user interrupts
@@ -96,11 +94,11 @@ class Coordinator:
     def fail(self, error: BaseException | None) -> None:
         """End the run; the first error is what it raises."""
         # Not by `changing`: an interrupt of the caller may come between the lock and the inside of a generator's with.
-        with self._lock:
+        with self._changed:
             if not self.is_stopping:
                 self._error = error
             self.is_stopping = True
-            self._wake()
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def when(self, is_ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
@@ -115,9 +113,9 @@ class Coordinator:
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """As when, at once and without raising, for what is done while the run ends."""
-        with self._lock:
+        with self._changed:
             yield
-            self._wake()
+            self._changed.notify_all()
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
         """Inside when: let others be inside until is_ready().
@@ -125,18 +123,10 @@ class Coordinator:
         Raises: Stopped then, if the run is to end.
         """
         if not is_ready():
-            self._wake()
-            woken = threading.Condition(self._lock)
-            self._waiting[woken] = is_ready
-            woken.wait_for(is_ready)
-            del self._waiting[woken]
+            self._changed.notify_all()
+            self._changed.wait_for(is_ready)
         if self.is_stopping:
             raise Stopped
-
-    def _wake(self) -> None:
-        for woken, is_ready in self._waiting.items():
-            if is_ready():
-                woken.notify()
 
 
 def wait_for(tasks: Sequence[Task]) -> None:

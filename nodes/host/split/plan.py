@@ -29,22 +29,14 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """How a user wants a MODEL split.
+    """How a user wants a MODEL split; the sockets of nodes/split.py say what each is.
 
     Args:
         devices: in execution order; the first is the main device, with embedders, tail and the sampler's tensors.
-        balance: share out weights by bytes, computing time, or as an allocation says, or cut where split_at says.
         split_at: index of the first block of each device after the first; for manual.
         memory_limit_gb: decimal GB of weights each device may hold resident; () is as much as ComfyUI grants.
-        transport: None takes the family's; relay is right for every model, stream for those that are known.
-        overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
-        offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
-        verify: compute the first step of every run twice, the second time in the plainest way, and compare.
-        way: "blocks" gives every device some of the blocks; "tokens" gives it the whole model and some of the tokens;
-            "tensor" divides each block among all devices; None takes the one that is forecast to be the fastest.
-        shares: of way tokens: how much of each picture a device computes, relative to the others; () for equal shares
-            of devices of one kind, else by their measured speed.
-        exchange: how keys and values (tokens) or partial sums (tensor) travel between the devices.
+        transport, way: None lets the model's row or the forecast decide.
+        shares: of way tokens, relative to each other; () for equal shares of devices of one kind, else by speed.
     """
 
     devices: tuple[torch.device, ...]
