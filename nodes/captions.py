@@ -328,11 +328,7 @@ def remember_clip(sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], A
 
 
 def encode_prompts(
-    dataset: TrainingDataset,
-    job: JobConfig,
-    info: CheckpointInfo | None,
-    view: JobView,
-    check: Callable[[], object],
+    dataset: TrainingDataset, job: JobConfig, info: CheckpointInfo | None, view: JobView, check: Callable[[], object]
 ) -> None:
     """Have the job's sample prompts in its cache, where a CLIP of ComfyUI's encoded the captions.
 

@@ -42,15 +42,6 @@ def device_options(*first: str, several: bool = False, has_cpu: bool = True) -> 
     return {"options": options + ["cpu"] * (has_cpu and "cpu" not in options), "extra_dict": COMES_AND_GOES}
 
 
-def free_memory_note() -> str:
-    """What is free now, for a tooltip; "" on a machine without GPUs."""
-    from ..parallel.devices import free_bytes
-
-    sizes = [(device, free_bytes(device)) for device in host.known_gpus()]
-    shown = ", ".join(f"{device} {size / 2**30:.1f} GB" for device, size in sizes if size is not None)
-    return f"Free when this page was loaded: {shown}." if shown else ""
-
-
 def plain_device(text: str) -> str:
     """What a list calls a device, without the card's name; "" for auto."""
     return _NAME.sub("", read_auto(text)).strip()

@@ -13,7 +13,7 @@ from ..config.job import ModelConfig, SplitConfig
 from ..config.setting import requested
 from . import host
 from .captions import DEFAULT_FOLDER
-from .choices import device_options, free_memory_note, links_fit, read_devices
+from .choices import device_options, links_fit, read_devices
 from .host import folders, io
 from .saying import said_on_node
 from .sockets import AUTO, LATER, Socket, make_inputs, read_section
@@ -124,14 +124,7 @@ def _inputs() -> list[Socket | io.Input]:
             f"{folders.USE_PATH}.",
         ),
         Socket("variant", "model.variant", options=[AUTO, *variants], advanced=True),
-        Socket(
-            "devices",
-            "split.devices",
-            free_memory_note(),
-            read=read_devices,
-            default=AUTO,
-            **device_options(AUTO, several=True),
-        ),
+        Socket("devices", "split.devices", read=read_devices, default=AUTO, **device_options(AUTO, several=True)),
         Socket("balance", "split.balance", advanced=True),
         Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
         Socket("memory_limit_gb", "split.memory_limit_gb", placeholder="20, 14", advanced=True),

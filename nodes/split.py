@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..parallel.devices import find_device, hidden_gpus
 from . import host
 from .allocation import read_allocation
-from .choices import COMES_AND_GOES, device_options, free_memory_note, links_fit, read_devices
+from .choices import COMES_AND_GOES, device_options, links_fit, read_devices
 from .host import folders, io
 from .saying import said_on_node
 from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
@@ -110,7 +110,7 @@ def _inputs() -> list[Socket | io.Input]:
             default=AUTO,
             tooltip="GPUs that hold the blocks, in order. The first also holds the embeddings, the last layers and "
             "what the sampler works on. auto takes every GPU, and on a machine with one leaves the model as it is; a "
-            f"device named here must exist. {free_memory_note()}".strip(),
+            "device named here must exist.",
             **device_options(AUTO, several=True, has_cpu=False),
         ),
         *_FIXED,

@@ -309,10 +309,7 @@ def _cut(blocks: Sequence[str], devices: Sequence[torch.device], cuts: Iterable[
 
 
 def check_budgets(
-    placement: Placement,
-    block_bytes: Sequence[int],
-    main_bytes: int,
-    budget_bytes: Mapping[torch.device, int | None],
+    placement: Placement, block_bytes: Sequence[int], main_bytes: int, budget_bytes: Mapping[torch.device, int | None]
 ) -> None:
     """Whether a placement made by hand fits.
 

@@ -23,15 +23,7 @@ from ...runs.datasets import FREE_ROUTES
 from ...runs.guard import MOST_BODY, Refused, check_origin
 from ...runs.queue import Held, JobQueue, explain, native_command
 from ...runs.store import RunStore
-from .folders import (
-    allowed_hosts,
-    memory_folder,
-    own_dataset,
-    own_datasets,
-    refuse_job,
-    refuse_uploads_to,
-    runs_folder,
-)
+from .folders import allowed_hosts, memory_folder, own_dataset, own_datasets, refuse_job, refuse_uploads_to, runs_folder
 
 if TYPE_CHECKING:
     from aiohttp import web

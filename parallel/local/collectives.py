@@ -63,10 +63,7 @@ def encode(tensor: torch.Tensor, run: int | None = None, mean_along: int | None 
 
 
 def decode(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    means: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    codes: torch.Tensor, scales: torch.Tensor, means: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """What encode was given, nearly, with `means`, or what else there is, added. The same codes give the same bits on
     every device of one kind.

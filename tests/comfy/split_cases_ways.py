@@ -317,25 +317,6 @@ def _takes_blocks(case: Case, what: str, model: Any, words: str, **options: Any)
 
 
 @case
-def with_cfg_a_copy_per_card_is_named_where_it_is_faster(case: Case) -> None:
-    """Both ways say so. Not at cfg 1, which leaves the negative out."""
-    host, name = case.host, "wan_heads"
-    for way in ("tensor", "blocks"):
-        with _machine(1e9, FAST_LINK):
-            model = split(host.load(name), way=way)
-        for cfg, expected in ((1.0, 0), (4.0, 1), (4.0, 0)):
-            with case.logged("", logging.INFO) as messages:
-                host.sample(model, name, cfg=cfg)
-            said = [line for line in messages if "MultiGPU CFG Split" in line]
-            case.check(f"{way}, cfg {cfg}: {expected}", len(said) == expected, said)
-        host.unload_all()
-    model = split(host.load(name), way="tensor", memory_limit_gb=(20.0, 20.0))
-    with case.logged("", logging.INFO) as messages:
-        host.sample(model, name, cfg=4.0)
-    case.check("a limit was asked for", not [line for line in messages if "MultiGPU CFG Split" in line], messages)
-
-
-@case
 def doctor_measures_blocks_with_random_weights(case: Case) -> None:
     """Small ones, on one card and over two by each way; a way that fails has its reason, and the others go on."""
     sizes: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

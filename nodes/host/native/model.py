@@ -92,11 +92,7 @@ class ComfyModel:
 
     @torch.no_grad()
     def add_noise(
-        self,
-        latents: torch.Tensor,
-        noise: torch.Tensor,
-        times: torch.Tensor,
-        given: Mapping[str, torch.Tensor] = {},
+        self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor, given: Mapping[str, torch.Tensor] = {}
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
 
@@ -245,11 +241,7 @@ def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: t
 
 
 def _conditions(
-    base: Any,
-    x: torch.Tensor,
-    shapes: list[tuple[int, ...]],
-    given: Mapping[str, torch.Tensor],
-    guidance: float | None,
+    base: Any, x: torch.Tensor, shapes: list[tuple[int, ...]], given: Mapping[str, torch.Tensor], guidance: float | None
 ) -> Any:
     """What sampling makes of a CONDITIONING: keyword arguments of apply_model. Its gradients pass through.
 

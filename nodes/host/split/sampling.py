@@ -60,8 +60,6 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     limits, minimum, problems = tree.plan.request.limit_bytes, management.minimum_inference_memory(), []
     _, activations = estimate_memory(model, noise_shape, conds)
     sizes = tree.weight_bytes()
-    needed, rooms = sum(sizes.values()) + max(activations, minimum), map(management.get_total_memory, sizes)
-    tree.fits_each_card = not (limits or tree.executor.has_copies) and all(room > needed for room in rooms)
     for device, size in sizes.items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
         parts = tree.executor.parts[device].values()
@@ -110,12 +108,6 @@ def run_overlapped(
     tree = tree_of(model)
     if tree is None:
         return executor(model, conds, x_in, timestep, model_options)
-    if tree.fits_each_card and sum(map(bool, conds)) > 1:  # samplers are given a negative that they leave out at cfg 1
-        tree.fits_each_card = False  # once for each forecast
-        tree.say_once(
-            f"split: the whole model ({sum(tree.weight_bytes().values()) / GB:.2f} GB) would fit each of these cards; "
-            "for CFG, ComfyUI's 'MultiGPU CFG Split' keeps a copy on each and is faster"
-        )
     bring_controls_to_main(conds, tree.plan.main_device)
     parts = _parts(tree, model, conds, x_in, timestep, model_options)
 

@@ -144,7 +144,6 @@ class SplitTree:
         self._held = threading.local()  # what keeps a thread's forward outside the compiler; its end leaves, too
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
-        self.fits_each_card = False  # the whole model with what a step takes, by the last forecast
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
         self._is_proven = not plan.layout.is_watched
         self.is_verified = plan.layout.evidence != "read"  # or need not be
