@@ -207,7 +207,7 @@ ONE_TRAINER_DATA = """
 [{{"name": "cat", "path": "{0}/data", "enabled": true, "type": "STANDARD", "balancing": 3.0,
    "balancing_strategy": "REPEATS", "loss_weight": 0.5,
    "image": {{"enable_crop_jitter": true, "enable_random_flip": true}},
-   "text": {{"prompt_source": "sample", "enable_tag_shuffling": false, "tag_delimiter": ","}}}},
+   "text": {{"prompt_source": "sample", "enable_tag_shuffling": true, "tag_delimiter": ","}}}},
  {{"name": "old", "path": "{0}/gone", "enabled": false, "image": {{}}, "text": {{}}}},
  {{"name": "kept", "path": "{0}/held", "type": "VALIDATION", "image": {{}}, "text": {{}}}}]
 """
@@ -288,7 +288,8 @@ WHOLE = {
         "optimizer.weight_decay": 0.05, "model.quantize": "fp8", "output.save_every_steps": 100,
         "output.lora_dtype": "bfloat16", "data.use_masks": False, "samples.prompts": ("a cat",),
         "data.folders.path": "{0}/data", "data.folders.repeats": 3, "data.folders.loss_weight": 0.5,
-        "evaluation.folder": "{0}/held", "lora.text_encoder": False,
+        "evaluation.folder": "{0}/held", "lora.text_encoder": False, "data.caption_lines": True,
+        "data.shuffle_tags": True,
     },
     "SimpleTuner": {
         "model.path": "{0}/model", "output.folder": "{0}/out", "train.steps": 100, "optimizer.learning_rate": 1e-4,
@@ -311,6 +312,7 @@ CHANGED = {
         ("dtype: bf16", "disable_sampling: true", "samples.prompts", ()),
         ("use_ema: true", "use_ema: false", "train.ema_decay", 0.0),
         ('caption_ext: "txt"', 'default_caption: "a cat"', "data.folders.caption", "a cat"),
+        ('caption_ext: "txt"', "shuffle_tokens: true", "data.shuffle_tags", True),
         ("low_vram: true", "assistant_lora_path: x", "left", "model.assistant_lora_path = 'x'"),
     ],
     "diffusion-pipe": [
@@ -335,6 +337,8 @@ CHANGED = {
         ("max_train_epochs = 4", "max_train_steps = 1600", "train.steps", 1600),
         ('resolution = "768,512"', "resolution = 640", "data.resolutions", (640,)),
         ("xformers = true", "fp8_base = true", "model.quantize", "auto"),
+        ("caption_dropout_rate = 0.1", "caption_tag_dropout_rate = 0.2", "data.tag_dropout", 0.2),
+        ("caption_dropout_rate = 0.1", "keep_tokens = 2", "data.keep_tags", 2),
         ("xformers = true", 'loss_type = "huber"', "left", "loss_type = 'huber'"),
     ],
     "musubi": [
