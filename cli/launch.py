@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..config.job import Resume, resume_flags
 from ..parallel.ranks.group import RankFailed, RankLost
 from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
@@ -46,7 +47,7 @@ def launch(options: argparse.Namespace, count: int) -> int:
 
 
 def torchrun_command(
-    count: int, script: Sequence[str], job: Path, *, resume: bool, is_verbose: bool = False
+    count: int, script: Sequence[str], job: Path, *, resume: Resume, is_verbose: bool = False
 ) -> list[str | Path]:
     """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet.
 
@@ -55,7 +56,7 @@ def torchrun_command(
     """
     flags = ["--nnodes", "1", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-id", uuid.uuid4().hex]
     flags += ["--rdzv-endpoint", "localhost:0"]
-    ours = [*script, *["--verbose"] * is_verbose, "train", str(job), *["--resume"] * resume]
+    ours = [*script, *["--verbose"] * is_verbose, "train", str(job), *resume_flags(resume)]
     return python_command("from torch.distributed.run import main; main()", *flags, *ours)
 
 

@@ -78,8 +78,17 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Train a LoRA from a TOML job file, as those in examples. Ctrl-C saves; --resume continues.",
     )
     command.add_argument("job", type=Path, help="job file (TOML)")
-    command.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint of the job's folder"
+    resume = command.add_mutually_exclusive_group()
+    resume.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of the job's folder, as it began"
+    )
+    resume.add_argument(
+        "--continue",
+        action="store_const",
+        const="continue",
+        dest="resume",
+        help="the same with settings, pictures, captions or cards that were changed since; what changes is said, and "
+        "what cannot is refused by name",
     )
     command.add_argument(
         "--nproc",

@@ -80,4 +80,6 @@ def _describe(run: dict[str, Any]) -> str:
         line += f"  {run['step_s']:.2f} s/step, about {describe_duration(run['left_s'])} left"
     if run["devices"]:
         line += f"  on {', '.join(run['devices'])}"
-    return f"{line}: {run['message'].splitlines()[0]}" if run["message"] else line
+    line = f"{line}: {run['message'].splitlines()[0]}" if run["message"] else line
+    changes = (f"\n  after step {step}: {each}" for step, lines in run["changes"] for each in lines)
+    return "".join([line, *changes])

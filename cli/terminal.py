@@ -54,6 +54,8 @@ def _describe(event: Event) -> str:
         return f"== {values['name']} {values.get('placement', '')}".rstrip()
     if event.kind == "quantized":
         return str(values["summary"])
+    if event.kind == "continued":
+        return "\n".join([f"goes on after step {event.step} with", *(f"  {line}" for line in values["what"])])
     if event.kind == "eval":
         return f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}"
     if event.kind == "sample":

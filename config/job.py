@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -39,6 +39,7 @@ from .training import (
 )
 
 _log = logging.getLogger(__name__)
+Resume = bool | Literal["continue"]  # whether a run goes on: as it was, or with the settings and pictures of now
 _MAX_JOB_BYTES = 10_000_000
 _MOST_ENTRIES = 10_000  # of a list or a section
 _MOST_PROBLEMS, _LONGEST_PROBLEM = 20, 600  # that a message spells out
@@ -291,6 +292,11 @@ def save_job(job: JobConfig, path: str | Path) -> None:
     sections = job_to_dict(job).items()
     values = {name: {key: each for key, each in section.items() if each is not None} for name, section in sections}
     write_atomically(Path(path), toml_bytes(values))
+
+
+def resume_flags(resume: Resume) -> list[str]:
+    """Of `devicebridge train`."""
+    return ["--continue" if resume == "continue" else "--resume"] * bool(resume)
 
 
 def save_for_process(job: JobConfig, file: Path) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..checkpoints.checkpoint import read_checkpoint
-from ..config.job import JobConfig, save_for_process
+from ..config.job import JobConfig, Resume, save_for_process
 from ..encoding.encode import never
 from ..events import Event, EventLog, EventTail, Listener
 from ..families.registry import FAMILIES
@@ -149,7 +149,7 @@ def run_all(processes: Sequence[JobProcess], should_stop: Callable[[], bool]) ->
 def run_in_processes(
     job: JobConfig,
     *,
-    resume: bool,
+    resume: Resume,
     on_event: Listener,
     should_stop: Callable[[], bool] = never,
     native: Sequence[str] = (),
@@ -254,7 +254,7 @@ def run_pair(
     job: JobConfig,
     devices: Sequence[str],
     *,
-    resume: bool = False,
+    resume: Resume = False,
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
 ) -> PairResult:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..config.job import JobConfig
+from ..config.job import JobConfig, Resume
 from ..config.model import shards_weights
 from ..encoding.claims import living_run
 from ..encoding.encode import Stopped, never
@@ -46,7 +47,7 @@ from .ranks import (
 )
 from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
-from .resume import TrainingResult, as_decided, find_identity, placement_facts, refuse_other_run
+from .resume import TrainingResult, as_decided, find_identity, go_on, placement_facts
 
 
 def plan_job(
@@ -115,14 +116,16 @@ def _resolve_and_check(
     *,
     is_to_train: bool = True,
     is_new: bool = True,
+    is_changed: bool = False,
     ranks: Ranks = ALONE,
 ) -> JobPlan:
     """A job that was read, made into what will run.
 
     Args:
         earlier: facts of the checkpoint that is resumed where it was. is_new: whether nothing is resumed.
+        is_changed: whether what is resumed has other settings or data now.
     """
-    if is_to_train and is_new:  # a run that was begun goes on as it is
+    if is_to_train and (is_new or is_changed):  # a run that was begun goes on as it is
         refuse_repeats(read.job)
         refuse_overlaps(read.job)
     schedule = make_noise_schedule(read.job.objective, read.info.family, read.variant)
@@ -153,7 +156,7 @@ def run_job(
     job: JobConfig,
     *,
     info: CheckpointInfo | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
     host_share: int = 1,
@@ -165,6 +168,7 @@ def run_job(
 
     Args:
         info: the job's model, if it was read already, as only ComfyUI can read its own.
+        resume: see go_on.
         host_share: jobs that share the host's free memory.
         ranks: the processes that run this job, each calling this; the first one writes, tells and stops for all.
     Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
@@ -188,13 +192,16 @@ def run_job(
                 return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
             identity = ranks.together(lambda: find_identity(read))
             refuse_other_jobs(given, identity, ranks, is_new=state is None)
+            begun: dict[str, Any] = {}
             if state is not None:
-                refuse = partial(refuse_other_run, job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
-                ranks.together(refuse if ranks.is_first else lambda: None)  # others have paths of their own
-            facts = None if state is None or is_placed_anew(state, ranks) else state.facts
-            plan = ranks.together(
-                lambda: _resolve_and_check(read, facts, host_share, is_new=state is None, ranks=ranks)
-            )
+                is_anew = is_placed_anew(state, ranks)
+                work = partial(go_on, read, identity, state, resume=resume, is_placed_anew=is_anew)
+                found = ranks.together(work if ranks.is_first else dict)  # others have paths of their own
+                begun = ranks.from_first(lambda: found)
+                state = replace(state, facts=begun)
+            facts = None if state is None or is_placed_anew(state, ranks) else begun
+            new = {"is_new": state is None, "is_changed": "keeps_optimizer" in begun}
+            plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, ranks=ranks, **new))
         identity |= placement_facts(plan.placement) | ({"ranks": ranks.count} if ranks.is_launched else {})
         own_devices = list(used_devices(plan.job, plan.placement.used_devices))
         devices = tuple(dict.fromkeys(name for each in ranks.gather(own_devices) for name in each))
@@ -202,6 +209,8 @@ def run_job(
             EventLog(folder, on_event, tensorboard=job.output.tensorboard) if ranks.is_first else NoEvents() as events,
             recorded_run(folder, given, devices) if ranks.is_first else nullcontext(Recording()) as recording,
         ):
+            if what := begun.get("what"):
+                events.emit("continued", state.step if state else 0, job.train.steps, what=what)
             result = _train(plan, identity, state, events, ranks)
             recording.status = "finished" if result.status == "finished" else "stopped"
             return result

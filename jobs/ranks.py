@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config.job import JobConfig, shared_settings
+from ..config.job import JobConfig, Resume, shared_settings
 from ..encoding.encode import Stopped
 from ..parallel.ranks.group import Ranks, joined
 from ..parallel.ranks.place import RankPlace, own_devices
@@ -115,7 +115,7 @@ def locked_folder(folder: Path, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def state_for_all(job: JobConfig, ranks: Ranks, *, resume: bool) -> TrainingState | None:
+def state_for_all(job: JobConfig, ranks: Ranks, *, resume: Resume) -> TrainingState | None:
     """What the first rank finds to resume, on every rank; random states are the first one's alone. See find_state."""
     found = ranks.together(lambda: find_state(job, resume=resume) if ranks.is_first else None)
     if not ranks.from_first(lambda: found is not None):

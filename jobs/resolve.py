@@ -104,6 +104,8 @@ def placement_of(job: JobConfig, facts: Mapping[str, Any]) -> Placement | None:
             job.parallel.strategy,
         )
         return None
+    if not facts.get("placement"):  # of a run that goes on elsewhere
+        return None
     devices, replicas = (tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas"))
     # An earlier version kept whether rows are shared out: equally.
     shares = facts.get("row_shares", [1.0] * len(replicas) if facts.get("shares_rows") else ())
@@ -123,15 +125,16 @@ def resolve(
     Args:
         earlier: facts of the checkpoint that is resumed; None for a new run.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
-    Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
+    Raises: ValueError if nothing fits, or the cuts are impossible.
     """
     before = None if earlier is None else placement_of(job, earlier)
+    if earlier is not None and earlier.get("is_one_model") and job.parallel.requested is None:
+        is_piped = job.train.gradient_accumulation_steps > 1 and len(machine.devices) > 1
+        job = replace(job, parallel=replace(job.parallel, strategy="pipeline" if is_piped else "none"))
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
     if requested(job.split.calibrate):
         _log.warning('split.calibrate = "%s" has no effect: blocks are not timed any more', job.split.calibrate)
-    if before is not None:
-        _refuse_other_strategy(job, machine, before)
     space = limited(search_space(job), subject.info.family.native, subject.model)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
     chosen = _first_of(space, machine.devices) if training is None else training.setting
@@ -231,17 +234,26 @@ def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
     return Setting(space.schemes[0], space.optimizers[0], strategy, space.ahead, space.offloads[0])
 
 
-def _refuse_other_strategy(job: JobConfig, machine: Machine, before: Placement) -> None:
-    """Raises: ValueError if the job now asks by name for copies of the model where the run had none, or the other way
-    round."""
+def other_cards(job: JobConfig, facts: Mapping[str, Any]) -> list[str]:
+    """A line for cards of a saved run that are not here, and one if the job now asks by name for copies of the model
+    where the run had none, or the other way round."""
+    placed = dict.fromkeys(map(str, [*facts.get("placement", ()), *facts.get("replicas", ())]))
+    gone = ", ".join(name for name in placed if not _is_here(name))
+    lines = [f"cards: {gone} of the run, not here"] if gone else []
     space = search_space(job)
-    wanted = _first_of(space, machine.devices).strategy
-    if not is_open(space.strategies) and _kind_of(before.strategy) != _kind_of(wanted):
-        raise ValueError(
-            f"the run in {job.output.folder} was trained with {_kind_of(before.strategy)}, and parallel.strategy = "
-            f'"{space.strategies[0]}" now asks for {_kind_of(wanted)}, which would not be the same run; set it to '
-            '"auto" to resume, or start anew with another output.folder'
-        )
+    if not placed or facts.get("shards") or is_open(space.strategies):
+        return lines
+    shares = facts.get("row_shares") or facts.get("shares_rows")
+    before = _kind_of(("tokens" if shares else "data") if facts.get("replicas") else None)
+    wanted = _kind_of(_first_of(space, find_machine(job.split.devices).devices).strategy)
+    return lines + ([f"parallel.strategy: {before} -> {wanted}"] if before != wanted else [])
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return bool(find_device(name))
+    except ValueError:
+        return False
 
 
 def _kind_of(strategy: Strategy | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,8 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.fingerprint import file_fingerprint
 from ..checkpoints.header import read_file_header
 from ..checkpoints.weight_file import load_tensors
-from ..config.job import JobConfig, differing_keys, job_to_dict, make_job
+from ..config.job import JobConfig, Resume, differing_keys, job_to_dict, make_job
+from ..config.model import holds_copies
 from ..config.setting import requested
 from ..data.samples import dataset_fingerprint
 from ..encoding.encode import never
@@ -31,6 +32,7 @@ from ..training.loop import checkpoint_folder
 from ..training.state import (
     DamagedCheckpoint,
     TrainingState,
+    change_facts,
     list_checkpoints,
     load_checkpoint,
     load_newest,
@@ -38,6 +40,7 @@ from ..training.state import (
 )
 from .lora_output import describe_kind
 from .read_job import ReadJob, read_job
+from .resolve import find_machine, other_cards
 
 _log = logging.getLogger(__name__)
 _AGAIN = "delete it, and the run writes it again"
@@ -90,7 +93,7 @@ class TrainingResult:
     pace: str = ""
 
 
-def find_state(job: JobConfig, *, resume: bool) -> TrainingState | None:
+def find_state(job: JobConfig, *, resume: Resume) -> TrainingState | None:
     """The newest whole checkpoint of the job's folder if it is to be resumed, None for a fresh start.
 
     A run that was killed before its first checkpoint is resumed by starting it again, which gives the same result.
@@ -169,12 +172,92 @@ def refuse_other_run(
     Args:
         is_placed_anew: whether the model may lie on other devices than before.
     """
-    if differing := differences(job, identity, state, is_placed_anew=is_placed_anew):
+    differing = differences(job, identity, state, is_placed_anew=is_placed_anew)
+    if not is_placed_anew:
+        differing += other_cards(job, state.facts)
+    if differing:
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(
             f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
-            "Set them back to resume, or start anew with another output.folder"
+            "Set them back to resume, take --continue in place of --resume to go on with them, or start anew with "
+            "another output.folder"
         )
+
+
+# ---- a run that goes on with other settings, or on other cards
+
+_FIXED = ("model", "model.family", "model.variant", "model.second_expert")  # and what the LoRA is
+_DECIDE_ORDER = {"data", "train.batch_size", "train.seed"}  # "data": what its folders hold
+_DECIDE_STATE = {"optimizer.name", "optimizer.options", "optimizer.kahan"}
+_NOWHERE: dict[str, Any] = {"placement": [], "replicas": [], "row_shares": []}
+
+
+def go_on(
+    read: ReadJob, identity: dict[str, Any], state: TrainingState, *, resume: Resume, is_placed_anew: bool
+) -> dict[str, Any]:
+    """The facts that a run goes on from; "what" in them says what is other than before, a line each.
+
+    Args:
+        resume: "continue" takes what differs, and writes it beside the checkpoint, so that a crash before the next one
+            is resumed as the run that it was. True takes other cards alone, where they give the same bits.
+    Raises: ValueError naming what differs and cannot, before weights are loaded.
+    """
+    if resume == "continue":
+        return _changed(read.job, identity, state).facts
+    moved = [] if is_placed_anew or not _keeps_bits(read, state) else _moves(read.job, state)
+    refuse_other_run(read.job, identity, state, is_placed_anew=is_placed_anew or bool(moved))
+    if not moved:
+        return state.facts
+    what = [f"{line} (the LoRA stays the same, bit for bit, on cards of one kind)" for line in moved]
+    return state.facts | _NOWHERE | {"is_one_model": True, "what": [*state.facts.get("what", ()), *what]}
+
+
+def _moves(job: JobConfig, state: TrainingState) -> list[str]:
+    """A line for everything that has its blocks on other cards than before."""
+    split = (line for line in differing_keys(job_of(state), job) if line.startswith("split."))
+    return [*split, *other_cards(job, state.facts)]
+
+
+def _keeps_bits(read: ReadJob, state: TrainingState) -> bool:
+    """Whether a run has the same bits wherever its blocks lie.
+
+    One model, whose cards are all of one type, draws nothing on them. Gradients of layers outside its blocks, which
+    several blocks read, would be added up in another order.
+    """
+    job, facts = read.job, state.facts
+    blocks = tuple(f"{each.name}." for each in read.info.family.block_lists)
+    draws = bool(job.lora.dropout) or any("stochastic" in name for name in job.optimizer.options)
+    has_copies = bool(facts.get("replicas")) or holds_copies(job.parallel.requested or "none")
+    types = {str(name).partition(":")[0] for name in facts["placement"]}
+    types |= {device.type for device in find_machine(job.split.devices).devices}
+    return len(types) == 1 and not (draws or has_copies) and all(name.startswith(blocks) for name in read.targets)
+
+
+def _changed(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> TrainingState:
+    """The state with the job's settings, data and cards in place of its own, also on disk; as it is if none differs."""
+    if not [*differences(job, identity, state), *other_cards(job, state.facts)]:
+        return state
+    own = replace(state, facts=state.own)
+    differing = [*differences(job, identity, own), *other_cards(job, own.facts)]
+    lines = {line.partition(":")[0]: line for line in differing}
+    is_fixed = {key: key in _FIXED or key.startswith("lora.") and key != "lora.dropout" for key in lines}
+    if fixed := [f"  {line}" for key, line in lines.items() if is_fixed[key]]:
+        raise ValueError(
+            f"{state.path} cannot go on with these settings, which decide what its LoRA is:\n" + "\n".join(fixed) + "\n"
+            "Set them back, or start anew with another output.folder (lora.start_from takes a LoRA file)"
+        )
+    facts: dict[str, Any] = {}
+    for key in lines.keys() & _DECIDE_STATE:
+        lines[key] += "; the optimizer's state begins anew"
+    if redrawn := next((key for key in lines if key in _DECIDE_ORDER), ""):
+        lines[redrawn] += f"; the order of pictures is drawn anew from step {state.step + 1} on"
+        facts["order"] = {"epoch": own.facts["order"]["epoch"] + 1, "index": 0}
+    if any(key.partition(".")[0] == "evaluation" for key in lines):
+        facts["evaluations"] = {}
+    if lines:
+        facts |= {"config": job_to_dict(job), **identity, **_NOWHERE, "what": list(lines.values())}
+        facts["keeps_optimizer"] = not lines.keys() & _DECIDE_STATE
+    return change_facts(own, facts)
 
 
 def differences(
@@ -183,7 +266,8 @@ def differences(
     """A line for everything in which a job is another one than that of this state; [] for the same."""
     old, decided = job_of(state), as_decided(job, state)
     differing = differing_keys(replace(old, split=decided.split) if is_placed_anew else old, decided)
-    return differing + [what for name, what in _IDENTITY.items() if state.facts.get(name) != identity[name]]
+    differing += [what for name, what in _IDENTITY.items() if state.facts.get(name) != identity[name]]
+    return differing
 
 
 def job_of(state: TrainingState) -> JobConfig:
@@ -209,13 +293,13 @@ class NextRun:
 
     Args:
         job: with the folder and the name of its run.
-        resume: whether it goes on from its newest checkpoint.
+        resume: whether it goes on from its newest checkpoint, and how.
         finished: the result, where there is nothing left to do.
         note: what a user should know of the choice; "" for a first run.
     """
 
     job: JobConfig
-    resume: bool
+    resume: Resume
     finished: TrainingResult | None = None
     note: str = ""
 
@@ -223,7 +307,7 @@ class NextRun:
 def next_run(
     job: JobConfig,
     *,
-    resume: bool | None,
+    resume: Resume | None,
     info: CheckpointInfo | None = None,
     should_stop: Callable[[], bool] = never,
 ) -> NextRun:
@@ -232,15 +316,16 @@ def next_run(
     Reads headers and images, and no weights of the model.
 
     Args:
-        resume: go on with the newest run that has these settings; the number of steps may differ. None goes on with
-            one that has them all and was stopped, and else starts anew.
+        resume: go on with the newest run that has these settings; the number of steps may differ. "continue" goes on
+            with the newest of all if none has them. None goes on with one that has them all and was stopped, and else
+            starts anew.
         info: the job's model, if it was read already.
     Raises: ValueError for a run with these very settings that was stopped, unless resume is on, or that is under way;
         Stopped when should_stop() became true while images were looked at.
     """
     earlier, free = _earlier(job)
     if not earlier:
-        return NextRun(free, bool(resume))
+        return NextRun(free, resume or False)
     identity = find_identity(read_job(job, info, should_stop=should_stop))
     known, same = [], []
     for each in reversed(earlier):
@@ -259,8 +344,9 @@ def next_run(
             same.append((each, state))
     if resume:
         for each, state in sorted(same, key=lambda pair: _is_done(*pair))[:1]:
-            return _finished(each, state) if _is_done(each, state) else _resumed(job, each)
-        return _resumed(job, earlier[-1])
+            return _finished(each, state) if _is_done(each, state) else _resumed(job, each, resume)
+        lines = known[0][2] if resume == "continue" and known and known[0][0] is earlier[-1] else []
+        return _resumed(job, earlier[-1], resume, lines)
     for each, state in same:
         if state.step < each.train.steps and resume is None:
             return NextRun(each, resume=True)
@@ -273,10 +359,11 @@ def next_run(
     return NextRun(free, resume=False, note=_describe_new(free, known))
 
 
-def _resumed(job: JobConfig, run: JobConfig) -> NextRun:
+def _resumed(job: JobConfig, run: JobConfig, resume: Resume, changes: Sequence[str] = ()) -> NextRun:
     """A numbered run is named, as a user asked for the name without a number."""
     is_other, name = run.output.folder != job.output.folder, Path(run.output.folder).name
-    return NextRun(run, resume=True, note=f"This goes on with the run {name}." if is_other else "")
+    named = [f"This goes on with the run {name}{', with changes:' if changes else '.'}"] if is_other or changes else []
+    return NextRun(run, resume=resume, note="\n".join([*named, *changes]))
 
 
 def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:

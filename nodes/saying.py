@@ -26,6 +26,7 @@ _OTHERS = {
     **{f"cache.stock_{each}": f"stock_{each} of Cache Captions and Latents" for each in ("clip", "vae", "vision")},
     "--frames": "frames of Training Dataset",
     "find what does not belong there with devicebridge cache --verify, or choose": "choose",
+    "take --continue in place of --resume": "turn on continue with these settings",
     "--nproc": "processes of Train LoRA Across GPUs",
 }
 _BESIDE = {

@@ -147,6 +147,15 @@ _INPUTS = (
     Socket("expert", "objective.expert", **LATER),
     Socket("sample_steps", "samples.steps", **LATER),
     Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, **LATER),
+    io.Boolean.Input(
+        "continue_changed",
+        display_name="continue with these settings",
+        default=False,
+        **LATER,
+        tooltip="Go on with the newest run of this name with what the node has now: more steps, another learning rate "
+        "or schedule, more or other images and captions, other GPUs. Weights, optimizer and step are kept, and the "
+        "node says what changes. The model, rank, alpha and targets must stay.",
+    ),
 )
 
 
@@ -191,10 +200,11 @@ class TrainLora(io.ComfyNode):
         from ..jobs.resume import next_run
 
         job = make_job(model, dataset, sockets)
+        how: config.Resume | None = "continue" if sockets.get("continue_changed") else resume
         view, in_background = JobView(cls.hidden.unique_id), sockets.get("background", False)
         with host.training_allowed():
             with model.prepared() as info:
-                run = next_run(job, info=info, resume=resume, should_stop=host.is_cancelled)
+                run = next_run(job, info=info, resume=how, should_stop=host.is_cancelled)
                 if run.note:
                     view.show_text(run.note)
             folders.refuse_job(run.job)
@@ -216,7 +226,7 @@ class TrainLora(io.ComfyNode):
                 if run.finished is None and in_background:
                     return _start_in_background(run, info, view)
                 result = run.finished or _train(run, info, view)
-        text = "\n".join(filter(None, [run.note, describe_result(result, resume)]))
+        text = "\n".join(filter(None, [run.note, describe_result(result, how)]))
         view.show_text(text)
         if result.status == "stopped":
             host.cancel()
@@ -316,7 +326,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     )
 
 
-def describe_result(result: TrainingResult, resume: bool | None) -> str:
+def describe_result(result: TrainingResult, resume: config.Resume | None) -> str:
     """One or two lines for the node and the log. resume: as of next_run."""
     if result.status == "stopped":
         needs_resume = result.checkpoint and resume is False

@@ -22,7 +22,7 @@ from .datasets import dataset_routes
 from .guard import Answer as Answer
 from .guard import Refused, check_origin, choice_of, read_body, step_of, text_of
 from .queue import JobQueue
-from .store import Busy, NotThere, RunStore
+from .store import SETTINGS, Busy, NotThere, RunStore
 
 _log = logging.getLogger(__name__)
 PREFIX = "/devicebridge/"
@@ -126,7 +126,10 @@ class Api:
 
     def _resume(self, values: dict[str, Any]) -> Answer:
         """Of a run that this program did not start as its record says, the paths are shown first: who can send a file
-        may have made that record. The request that repeats the digest starts it."""
+        may have made that record. The request that repeats the digest starts it.
+
+        With some of SETTINGS, by their keys, it goes on with these in place of its own.
+        """
         run = text_of(values, "run")
         folder, record = self._store.find(run), self._store.record(run)
         kept = self._queue.kept.find(folder)
@@ -142,7 +145,11 @@ class Api:
         ):
             self._queue.check(job)
             return Answer(values={"confirm": digest, "paths": [f"{key}: {path}" for key, path in paths_of(job)]})
-        queued = self._queue.add(job, self._host.cards_of(job), is_resumed=True)
+        changed, given = job_to_dict(job), [key.split(".") for key in SETTINGS if key in values]
+        for section, name in given:
+            changed[section][name] = values[f"{section}.{name}"]
+        job = make_job(changed) if given else job
+        queued = self._queue.add(job, self._host.cards_of(job), is_resumed="continue" if given else True)
         self._queue.tick()
         return Answer(values={"job": queued.id})
 

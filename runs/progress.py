@@ -14,6 +14,7 @@ from ..system.files import is_number
 from ..system.progress import StepPace
 
 _MOST_BLOCKS = 10_000  # of a model
+_MOST_LINES, _MOST_TEXT = 100, 1000  # of what was changed, and characters of each
 _RANK = re.compile(r"rank [0-9]+ ")  # before a card's name where several processes train
 Point = tuple[float, ...]
 
@@ -30,6 +31,7 @@ class Progress:
         forecast: per device, as the event says it.
         memory: per device GB, as last measured.
         samples: file name -> what the event said of it.
+        changes: step after which it went on with other settings -> a line for each.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Progress:
     memory: Mapping[str, Any] = field(default_factory=dict)
     blocks: Sequence[Any] = ()
     samples: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    changes: dict[int, list[str]] = field(default_factory=dict)
     _pace: StepPace = field(default_factory=StepPace)
 
     def __post_init__(self) -> None:
@@ -91,6 +94,8 @@ class Progress:
         elif kind == "eval" and is_number(event.get("loss")):
             _cut(self.evals, step)
             self.evals.append((step, event["loss"]))
+        elif kind == "continued" and isinstance(lines := event.get("what"), list):
+            self.changes[step] = [_text(line)[:_MOST_TEXT] for line in lines[:_MOST_LINES]]
         elif kind in ("saved", "stopped"):  # of a resumed run that was stopped before its first step
             _cut(self.steps, step + 1)
             _cut(self.evals, step + 1)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..config.job import JobConfig, job_to_dict, make_job
+from ..config.job import JobConfig, Resume, job_to_dict, make_job, resume_flags
 from ..system.files import expect, read_json_object, write_atomically
 from ..system.locks import alone, is_locked
 from ..system.processes import ProcessMark, start_detached
@@ -62,7 +62,7 @@ class QueuedJob:
         run: its run's name in the store.
         devices: every card it uses.
         job: as job_to_dict gives it.
-        is_resumed: it goes on from its newest checkpoint.
+        is_resumed: it goes on from its newest checkpoint, and how.
         process: once it was started.
         message: why it failed.
         is_stopped: a stop was requested before it could hear.
@@ -73,7 +73,7 @@ class QueuedJob:
     run: str
     devices: tuple[str, ...]
     job: Mapping[str, Any]
-    is_resumed: bool = False
+    is_resumed: Resume = False
     state: JobState = "waiting"
     process: ProcessMark | None = None
     message: str = ""
@@ -116,7 +116,7 @@ class JobQueue:
                 return job
         raise NotThere("there is no such job in the queue")
 
-    def add(self, job: JobConfig, devices: Sequence[str], *, is_resumed: bool) -> QueuedJob:
+    def add(self, job: JobConfig, devices: Sequence[str], *, is_resumed: Resume) -> QueuedJob:
         """Put a training at the end of the queue, or in the place of one of its run that still waits.
 
         Args:
@@ -340,10 +340,10 @@ def _real(path: Path) -> str:
     return os.path.normcase(os.path.realpath(path))
 
 
-def train_command(job: JobConfig, file: Path, native: Sequence[str], *, resume: bool) -> list[str]:
+def train_command(job: JobConfig, file: Path, native: Sequence[str], *, resume: Resume) -> list[str]:
     """`devicebridge train` with this Python; where the job needs ComfyUI, with what native begins."""
     own = native if native and job.needs_comfyui else (sys.executable, str(_MAIN))
-    return [*own, "train", str(file), *["--resume"] * resume]
+    return [*own, "train", str(file), *resume_flags(resume)]
 
 
 def explain(devices: Sequence[str], held: Held) -> str:
@@ -361,10 +361,11 @@ def explain(devices: Sequence[str], held: Held) -> str:
 def _read(values: Mapping[str, Any], what: str) -> QueuedJob:
     """Raises: ValueError."""
     kinds: dict[str, type | tuple[type, ...]] = {"id": str, "root": str, "run": str, "devices": list, "job": dict}
-    kinds |= {"is_resumed": bool, "state": str, "message": str, "is_stopped": bool}
+    kinds |= {"is_resumed": (bool, str), "state": str, "message": str, "is_stopped": bool}
     read = {name: expect(values.get(name), kind, f"{what}: {name}", _AGAIN) for name, kind in kinds.items()}
-    if read["state"] not in get_args(JobState):
-        raise ValueError(f"{what} says {read['state']!r} of a job; {_AGAIN}")
+    for name, known in (("state", get_args(JobState)), ("is_resumed", (True, False, "continue"))):
+        if read[name] not in known:
+            raise ValueError(f"{what} says {read[name]!r} of a job; {_AGAIN}")
     process = values.get("process")
     return QueuedJob(
         **{**read, "devices": tuple(expect(each, str, f"{what}: devices", _AGAIN) for each in read["devices"])},

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..config.ranges import STATE_FILES
+from ..system.files import is_number
 from .folders import RunFolders
 from .progress import Progress, thinned
 from .record import RUN_FILE, RunRecord, read_record
@@ -123,6 +125,8 @@ class RunStore:
             "message": message,
             "pid": record.process.pid if record and state == "running" else None,
             "can_resume": bool(record and record.job and state != "running" and progress.step < total),
+            "settings": settings_of(record.job) if record and state != "running" and progress.step else {},
+            "changes": list(progress.changes.items()),
             "num_samples": len(_sample_files(self.root / run)),
         }
 
@@ -196,6 +200,22 @@ class RunStore:
         hidden = chosen.folder.with_name(f".{chosen.folder.name}.deleted")
         chosen.folder.rename(hidden)  # whenever this is interrupted, it is whole or not listed
         shutil.rmtree(hidden)
+
+
+# What the page changes of a run that goes on.
+SETTINGS = ("train.steps", "optimizer.learning_rate", "schedule.name")
+
+
+def settings_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a job's plain values that are as they should be, by key."""
+    found = {}
+    for key in SETTINGS:
+        section, _, name = key.partition(".")
+        inside = job.get(section)
+        value = inside.get(name) if isinstance(inside, dict) else None
+        if is_number(value) or isinstance(value, str):
+            found[key] = value
+    return found
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:

@@ -34,6 +34,7 @@ from .batches import CachedSamples
 from .objective import NoiseSchedule, NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
 from .optimizer import (
     LoraAverage,
+    clip_gradients,
     learning_rate_factor,
     make_optimizer,
     pack_optimizer,
@@ -229,8 +230,7 @@ class Trainer:
             losses = self.accumulate(settings.gradient_accumulation_steps)
         self.train_data.read_ahead(self.order.ahead(self.ranks.place.rank))  # while the devices are still computing
         total = sum(loss.item() for loss in losses)
-        limit = settings.clip_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
+        norm = clip_gradients(self._parameters, settings.clip_norm or math.inf)
         self._refuse_spoilt_weights()  # the host has just waited for the devices
         if not (math.isfinite(total) and math.isfinite(norm)):
             raise RuntimeError(self._why_not_finite(total, norm))
@@ -349,7 +349,7 @@ class Trainer:
 
     def _evaluate_if_due(self, *, is_end: bool) -> None:
         every = self.job.evaluation.every_steps
-        is_due = self.step == 0 or is_end or (every and self.step % every == 0)
+        is_due = not self.evaluations or is_end or (every and self.step % every == 0)
         if self.eval_data is None or not is_due or self.step in self.evaluations:
             return
         self.evaluations[self.step] = self.evaluate()
@@ -410,8 +410,8 @@ class Trainer:
         return path
 
     def restore(self, state: TrainingState) -> None:
-        """Stand where the saved run stood, bit for bit as if it had not stopped. The LoRA file beside the checkpoint is
-        written if the saved run was killed before that.
+        """Stand where the saved run stood, bit for bit as if it had not stopped, but for settings that were changed
+        since. Without such, the LoRA file beside the checkpoint is written: the saved run may have been killed before.
 
         Raises: ValueError naming the file that is not of this run.
         """
@@ -420,8 +420,10 @@ class Trainer:
             trained, average = split_average(state.adapter)
             self.lora.load_tensors(trained)
             if self._average is not None:
-                self._average.load_tensors(average)
+                self._average.load_tensors(average, may_begin=is_changed)
 
+        is_changed, keeps_state = "keeps_optimizer" in state.facts, state.facts.get("keeps_optimizer", True)
+        optimizer = partial(unpack_optimizer, self._optimizer, state.optimizer, keeps_rates=is_changed)
         self.step = state.step
         self.losses = list(state.facts["losses"])
         self.evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
@@ -429,7 +431,7 @@ class Trainer:
         random = {name: each for name, each in state.random.items() if name in own}
         parts: dict[str, Callable[[], object]] = {
             "adapter.safetensors": load_adapter,
-            "optimizer.safetensors": lambda: unpack_optimizer(self._optimizer, state.optimizer),
+            "optimizer.safetensors": lambda: keeps_state and optimizer(),
             "state.json": lambda: self.order.load_state_dict(state.facts["order"]),
             "random.safetensors": lambda: restore_random_states(random),
         }
@@ -439,6 +441,6 @@ class Trainer:
             except (ValueError, RuntimeError, TypeError) as error:
                 raise ValueError(f"{state.path}/{name} is not of this run: {first_line(error)}") from error
         self.runner.sync()
-        if state.path is not None and self.ranks.is_first:
+        if state.path is not None and self.ranks.is_first and not is_changed:
             with self.as_written():
                 self.save_lora(state.path)

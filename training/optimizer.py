@@ -37,6 +37,7 @@ _CLASSES = {
 }
 _AVERAGE = "ema."  # in front of the names of its tensors
 _SHARE = "lr_share"  # of a group whose rate is so much of the others'
+_OF_JOB = ("lr", "weight_decay", _SHARE)  # values of a group that the job says; others are the optimizer's own
 _UNFIT = {
     "torch.optim.LBFGS": "computes the loss several times per step, which this loop does once",
     "torch.optim.SparseAdam": "is for sparse gradients, and a LoRA's are dense",
@@ -203,8 +204,13 @@ class LoraAverage:
         """The average on the CPU, by "ema.<name>"."""
         return {f"{_AVERAGE}{name}": each.cpu() for name, each in self._values.items()}
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put saved ones back, bit for bit. Raises: ValueError if they are of other parameters."""
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor], *, may_begin: bool = False) -> None:
+        """Put saved ones back, bit for bit; of none begin with the parameters as they are, if it may.
+
+        Raises: ValueError if they are of other parameters.
+        """
+        if not tensors and may_begin:
+            tensors = {f"{_AVERAGE}{name}": each.detach() for name, each in self._parameters.items()}
         expected = {f"{_AVERAGE}{name}": each for name, each in self._values.items()}
         if {name: each.shape for name, each in tensors.items()} != {n: each.shape for n, each in expected.items()}:
             raise ValueError("the saved average is not of this LoRA")
@@ -234,6 +240,24 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) ->
     progress = min(1.0, (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps))
     fall = progress if schedule.name == "linear" else 0.5 * (1 - math.cos(math.pi * progress))
     return 1.0 - (1.0 - schedule.min_factor) * fall
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Scale the gradients down to a length of `limit` together; returns the length they had.
+
+    Lengths are added up in the order of the parameters: the sum has the same bits however devices share them.
+    """
+    given = [each for each in parameters if each.grad is not None]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, each in enumerate(given):
+        by_device.setdefault(each.device, []).append(index)
+    lengths = torch.empty(len(given))
+    for indices in by_device.values():
+        found = torch._foreach_norm([given[index].grad for index in indices])  # type: ignore[misc]
+        lengths[indices] = torch.stack([each.float() for each in found]).cpu()
+    length = torch.linalg.vector_norm(lengths)
+    nn.utils.clip_grads_with_norm_(given, limit, length)
+    return length.item()
 
 
 def set_learning_rate(optimizer: AnyOptimizer, value: float) -> None:
@@ -279,9 +303,12 @@ def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
     return tensors, values
 
 
-def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed) -> None:
+def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed, *, keeps_rates: bool = False) -> None:
     """Put packed state, bit for bit, into a fresh optimizer over the same parameters in the same order.
 
+    Args:
+        keeps_rates: the optimizer keeps rates and weight decay that it was made with, and its number of groups: those
+            beyond the saved ones begin with what the last of these had found.
     Raises: ValueError if it is of another optimizer or of other parameters; names the first value that shows it.
     """
     tensors, values = packed
@@ -292,25 +319,34 @@ def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed) -> None:
                 raise ValueError(f"kahan.{index} is not of this optimizer over {len(optimizer.rests)} parameters")
             rest.copy_(found)
         optimizer = optimizer.inner
-    parameters = _parameters(optimizer)
+    parameters, groups = _parameters(optimizer), optimizer.param_groups
+    own = [{name: group[name] for name in _OF_JOB if name in group} for group in groups]
+    last = max((int(key.split(".")[1]) for key in values if re.match(r"group\.\d+\.", key)), default=0)
     for key, description in values.items():
         try:
             section, number, name = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]  # AttributeError
-            places: Any = optimizer.param_groups if section == "group" else parameters
+            if section == "group" and keeps_rates and int(number) >= len(groups):
+                continue
+            places: Any = groups if section == "group" else parameters
             place = places[int(number)]
             device = _CPU if section == "group" else place.device
             value = _unpack(key, description, device, tensors)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(f"{key} is not of this optimizer over {len(parameters)} parameters ({error!r})") from error
         if section == "group":
-            place[name] = value
+            for group in groups[int(number) :] if keeps_rates and int(number) == last else [place]:
+                group[name] = value
             continue
         if name in _LIKE_PARAMETER and value.shape != place.shape:
             raise ValueError(f"{key} has shape {list(value.shape)}, and its parameter {list(place.shape)}")
         optimizer.state[place][name] = value
-    for index in range(len(optimizer.param_groups)):
-        if not any(key.startswith(f"group.{index}.") for key in values):
+    for index, group in enumerate(groups):
+        if not any(key.startswith(f"group.{min(index, last) if keeps_rates else index}.") for key in values):
             raise ValueError(f"group.{index} is missing")
+        if keeps_rates:
+            group |= own[index]
+            if _SHARE not in own[index]:
+                group.pop(_SHARE, None)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -319,7 +355,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def _pack(key: str, value: Any, device: torch.device, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        place = "parameter" if value.device == device != _CPU else "cpu"
+        place = "parameter" if value.device == device and (device != _CPU or value.dim()) else "cpu"
         if hasattr(value, "__tensor_flatten__"):
             names, given = value.__tensor_flatten__()
             for name in names:

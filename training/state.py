@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ _READ_VERSIONS = (1, 2)
 _STATE = "state.json"
 _MOST_BYTES = 1 << 40
 _DIGEST = "digest"  # of everything else in state.json
+_CHANGED = "continued.json"  # in a checkpoint: what a run that goes on from it with other settings says in place of it
 
 
 class DamagedCheckpoint(ValueError):
@@ -57,6 +58,7 @@ class TrainingState:
         adapter: LoRA tensors. optimizer: what pack_optimizer returned. random: generator states by device name.
         facts: plain values: job config, dataset fingerprint, position in the data, losses so far.
         path: where it was read from.
+        own: the facts that were saved with it, where change_facts has put others over them.
     """
 
     step: int
@@ -65,6 +67,7 @@ class TrainingState:
     random: dict[str, torch.Tensor]
     facts: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+    own: dict[str, Any] = field(default_factory=dict)
 
     def expect_facts(self, kinds: Mapping[str, type]) -> None:
         """Raises: DamagedCheckpoint naming the file, and the fact that is missing or of another kind."""
@@ -109,6 +112,19 @@ def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
 def unsaved(path: Path, error: OSError) -> OSError:
     """The same error with what could not be saved, and what would help."""
     return OSError(error.errno, f"{path} cannot be written: {error.strerror or error}; {what_helps(error)} and resume")
+
+
+def change_facts(state: TrainingState, facts: Mapping[str, Any]) -> TrainingState:
+    """The state with these facts over its own, from now on; {} takes them back. The files that were saved stay.
+
+    Raises: OSError naming the file.
+    """
+    assert state.path is not None
+    if facts:
+        write_atomically(state.path / _CHANGED, _sealed(facts))
+    else:
+        (state.path / _CHANGED).unlink(missing_ok=True)
+    return replace(state, facts=state.own | facts)
 
 
 def _sealed(facts: Mapping[str, Any]) -> bytes:
@@ -187,16 +203,8 @@ def load_checkpoint(path: Path) -> TrainingState:
     Raises: DamagedCheckpoint naming the file if it is not what was written; ValueError if it was written by another
         version of this format.
     """
-    file = path / _STATE
-    with _as_damage(file):
-        data = _read_bytes(file)
-        facts = parse_json_object(data, str(file), "it is damaged")
-        if _DIGEST in facts:
-            del facts[_DIGEST]
-            if _sealed(facts) != data:
-                raise ValueError(f"{file} is damaged: it is not what its digest says")
-        elif facts.get("version") != 1 or "files" in facts:
-            raise ValueError(f"{file} is damaged: it has no digest of itself")
+    file, changed = path / _STATE, path / _CHANGED
+    facts, over = _read_sealed(file), _read_sealed(changed) if os.path.lexists(changed) else {}
     version, digests = facts.pop("version", None), facts.pop("files", {})
     if version not in _READ_VERSIONS:
         raise ValueError(
@@ -213,7 +221,21 @@ def load_checkpoint(path: Path) -> TrainingState:
             raise DamagedCheckpoint(f"{path / STATE_FILES[0]}: {name} is not finite")
     with _as_damage(file):
         description = expect(facts.pop("optimizer", None), dict, f"{file}: optimizer", "it is damaged")
-    return TrainingState(facts.pop("step"), adapter, (optimizer, description), random, facts, path)
+    return TrainingState(facts.pop("step"), adapter, (optimizer, description), random, facts | over, path, facts)
+
+
+def _read_sealed(file: Path) -> dict[str, Any]:
+    """Raises: DamagedCheckpoint."""
+    with _as_damage(file):
+        data = _read_bytes(file)
+        facts = parse_json_object(data, str(file), "it is damaged")
+        if _DIGEST in facts:
+            del facts[_DIGEST]
+            if _sealed(facts) != data:
+                raise ValueError(f"{file} is damaged: it is not what its digest says")
+        elif facts.get("version") != 1 or "files" in facts:
+            raise ValueError(f"{file} is damaged: it has no digest of itself")
+    return facts
 
 
 @contextmanager

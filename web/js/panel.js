@@ -152,8 +152,9 @@ function phaseOf(run) {
 
 function drawFacts(parts, run) {
   const names = { Step: t('Step'), Loss: t('Loss'), 'Learning rate': t('Learning rate'), 'Seconds a step': t('Seconds a step'), 'Time left': t('Time left') }
-  fill(parts.facts, [run.run, run.state, run.message], () => [
+  fill(parts.facts, [run.run, run.state, run.message, run.changes], () => [
     run.message && h('p', { class: 'db-why' }, run.message),
+    run.changes?.map(([step, lines]) => h('p', { class: 'db-told' }, t('After step {step}: {what}', { step, what: lines.join('; ') }))),
     run.state === 'crashed' && h('p', { class: 'db-why' }, t('Its process is gone. Resume goes on from the newest checkpoint.')),
     h('progress', { max: run.total || 1, value: run.step, 'aria-label': t('steps of {run}', { run: run.run }) }),
     h('dl', {}, Object.entries(names).flatMap(([name, shown]) => [h('dt', {}, shown), h('dd', { 'data-fact': name })]))])
@@ -165,19 +166,35 @@ function drawFacts(parts, run) {
   Object.assign(parts.facts.querySelector('progress'), { max: run.total || 1, value: run.step })
   const ask = (what) => () => send('ask', { run: run.run, what })
   const queuedHere = state.jobs.find((job) => job.run === run.run) // a resumed run waits, or its process starts
-  fill(parts.buttons, [run.run, run.state === 'running', run.can_resume, queuedHere?.state], () => run.state === 'running'
+  fill(parts.buttons, [run.run, run.state === 'running', run.can_resume, queuedHere?.state, run.settings], () => run.state === 'running'
     ? [button(t('Stop (saves)'), 'stop', ask('stop')), button(t('Save now'), 'save', ask('save')),
       button(t('Sample now'), 'sample', ask('sample'))]
     : queuedHere ? h('p', { class: 'db-told' }, stateName(queuedHere.state))
-    : run.can_resume && button(t('Resume'), 'resume', () => resume(run)))
+    : [run.can_resume && button(t('Resume'), 'resume', () => resume(run)), run.settings?.['train.steps'] && continuing(run)])
+}
+
+/** What a run can go on with, and the button for it. */
+function continuing(run) {
+  const field = (key, label, element) => {
+    element.value = run.settings[key]
+    element.dataset.focus = key
+    return [key, element, h('label', {}, `${label} `, element)]
+  }
+  const numeric = (key, label) => field(key, label, h('input', { type: 'number', min: 0, step: 'any' }))
+  const schedules = ['constant', 'linear', 'cosine'].map((name) => h('option', { value: name }, name))
+  const fields = [numeric('train.steps', t('Steps')), numeric('optimizer.learning_rate', t('Learning rate')),
+    field('schedule.name', t('Schedule'), h('select', {}, schedules))]
+  const given = () => Object.fromEntries(fields.map(([key, { type, value }]) => [key, type === 'number' ? Number(value) : value]))
+  return [...fields.map(([, , label]) => label), button(t('Continue with these settings'), 'continue', () => resume(run, given()),
+    { title: t('Weights, optimizer and step are kept. Images and captions are read again.') })]
 }
 
 /** A run that this ComfyUI did not start as it says now is started by somebody who has seen its folders. */
-async function resume(run) {
-  const { confirm, paths } = await send('resume', { run: run.run }) ?? {}
+async function resume(run, settings = {}) {
+  const { confirm, paths } = await send('resume', { run: run.run, ...settings }) ?? {}
   const message = t('This ComfyUI did not start {run} as it is now. Resume it only if you know these files and folders:', run)
   if (confirm && await app.extensionManager.dialog.confirm({ title: t('Resume'), message, itemList: paths })) {
-    await send('resume', { run: run.run, confirm })
+    await send('resume', { run: run.run, confirm, ...settings })
   }
 }
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from devicebridge.cli.jobs import again
-from devicebridge.cli.launch import as_rank
+from devicebridge.cli.launch import as_rank, torchrun_command
 from devicebridge.config.model import ParallelConfig
 from devicebridge.parallel.ranks.group import RankFailed, RankLost
 from devicebridge.parallel.ranks.place import RankPlace
@@ -75,5 +75,7 @@ def test_what_continues_a_training_starts_as_many_processes(processes: int, flag
     options = argparse.Namespace(job=Path("job.toml"))
     assert again(options, job, RankPlace(0, 2, 0, 2)) == f"devicebridge train job.toml{flag} --resume"
     assert again(options, job, None) == "devicebridge train job.toml --resume"
+    for resume, last in ((False, "job.toml"), (True, "--resume"), ("continue", "--continue")):
+        assert torchrun_command(2, ["ours"], Path("job.toml"), resume=resume)[-1] == last
     with mock.patch.dict(os.environ, dict.fromkeys(launch.environment, "")):
         assert again(options, job, RankPlace(0, 2, 0, 2)).startswith("the same torchrun command with train job.toml")

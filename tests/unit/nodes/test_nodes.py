@@ -560,7 +560,7 @@ def test_lokr_and_its_factor_and_kahan_reach_the_job(nodes: ModuleType, sockets:
 
 def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> None:
     ids = {entry.id for entry in _node(nodes, "DeviceBridgeTrainLora").define_schema().inputs}
-    assert ids - {"model", "dataset", "resume", "background", "lokr_factor", "kahan", *OF_TEXT} == {
+    assert ids - {"model", "dataset", "resume", "background", "continue_changed", "lokr_factor", "kahan", *OF_TEXT} == {
         socket for socket, *_ in CHANGES
     }
 
@@ -650,6 +650,8 @@ def test_training_returns_what_the_cores_nodes_take(nodes, host, sockets, traini
     assert call["host"] == ["unload", "empty cache"], "the host's models leave before ours come"
     assert host.progress == [(0, 1), (1, 3), (2, 3), (3, 3)]
     assert host.texts[1] == "Training"
+    _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "continue_changed": True})
+    assert training.calls[-1]["resume"] == "continue"
     assert "Step 3/3: loss 0.16667, 2.00 s/step, about 0 s left" in host.texts
 
 

@@ -285,6 +285,23 @@ def test_a_run_of_this_comfyui_is_resumed_at_once_while_its_record_says_the_same
     assert page.queue.kept.find(page.run) == job
 
 
+def test_a_run_goes_on_with_what_the_page_says(page, commands):
+    job = page.record()
+    page.queue.kept.keep(job)
+    status, refused = page.resume(**{"train.steps": 0})
+    assert status == 400 and "train.steps" in refused["error"] and page.queue.kept.find(page.run) == job
+    given = {"train.steps": 90, "optimizer.learning_rate": 3e-5, "schedule.name": "cosine", "output.folder": "/other"}
+    assert "job" in page.resume(**given)[1] and page.queue.jobs()[0].is_resumed == "continue"
+    assert commands[0][-1] == "--continue"
+    kept = page.queue.kept.find(page.run)
+    assert kept == replace(
+        job,
+        train=replace(job.train, steps=90),
+        optimizer=replace(job.optimizer, learning_rate=3e-5),
+        schedule=replace(job.schedule, name="cosine"),
+    )
+
+
 def test_while_another_looks_after_the_queue_the_page_is_told_to_wait(page, monkeypatch, commands):
     from devicebridge.system.locks import alone
 

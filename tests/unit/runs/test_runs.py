@@ -22,7 +22,7 @@ from devicebridge.runs.api import News
 from devicebridge.runs.progress import Progress, thinned
 from devicebridge.runs.queue import MEMORY, JobQueue, explain, nothing_held
 from devicebridge.runs.record import read_record, recorded_run, run_lock
-from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints
+from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints, settings_of
 from devicebridge.system.locks import is_locked, take_claim
 from devicebridge.system.processes import ProcessMark, own_mark, start_detached
 from devicebridge.system.stopping import Requests
@@ -72,6 +72,21 @@ def test_a_resumed_run_that_stops_at_once_stands_at_its_checkpoint(tmp_path: Pat
     progress = Progress(tmp_path / "events.jsonl")
     progress.update()
     assert progress.step == 3
+
+
+def test_what_a_run_went_on_with_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs" / "a"
+    lines = ["optimizer.learning_rate: 0.001 -> 0.002", {"no": "text"}, "x" * 2000, *[""] * 200]
+    with recorded_run(folder, _job(folder), ["cpu"]) as recording:
+        recording.status = "stopped"
+    _write_events(folder, _step(3, 1.0), {"kind": "continued", "step": 3, "total": 9, "what": lines}, _step(4, 1.0))
+    summary = RunStore(tmp_path / "runs").summary("a")
+    ((step, shown),) = summary["changes"]
+    assert step == 3 and shown[:2] == [lines[0], ""] and len(shown) == 100 and len(shown[2]) == 1000
+    assert summary["settings"] == {"train.steps": 9, "optimizer.learning_rate": 1e-4, "schedule.name": "constant"}
+    assert main(["jobs", str(tmp_path / "runs")]) == 0
+    assert "after step 3: optimizer.learning_rate: 0.001 -> 0.002" in capsys.readouterr().out
+    assert settings_of({"train": 5, "optimizer": {"learning_rate": [1]}}) == {}
 
 
 def test_half_a_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path) -> None:
