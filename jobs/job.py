@@ -196,7 +196,9 @@ def run_job(
             if state is not None:
                 is_anew = is_placed_anew(state, ranks)
                 work = partial(go_on, read, identity, state, resume=resume, is_placed_anew=is_anew)
-                found = ranks.together(work if ranks.is_first else dict)  # others have paths of their own
+                found: dict[str, Any] = ranks.together(
+                    work if ranks.is_first else dict
+                )  # others have paths of their own
                 begun = ranks.from_first(lambda: found)
                 state = replace(state, facts=begun)
             facts = None if state is None or is_placed_anew(state, ranks) else begun

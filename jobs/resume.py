@@ -172,10 +172,7 @@ def refuse_other_run(
     Args:
         is_placed_anew: whether the model may lie on other devices than before.
     """
-    differing = differences(job, identity, state, is_placed_anew=is_placed_anew)
-    if not is_placed_anew:
-        differing += other_cards(job, state.facts)
-    if differing:
+    if differing := _differing(job, identity, state, is_placed_anew):
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(
             f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
@@ -197,13 +194,20 @@ def go_on(
 ) -> dict[str, Any]:
     """The facts that a run goes on from; "what" in them says what is other than before, a line each.
 
+    Until a run that went on with other settings has saved a step, its checkpoint is that of both, the old one and the
+    new: whose settings these are goes on.
+
     Args:
         resume: "continue" takes what differs, and writes it beside the checkpoint, so that a crash before the next one
             is resumed as the run that it was. True takes other cards alone, where they give the same bits.
     Raises: ValueError naming what differs and cannot, before weights are loaded.
     """
-    if resume == "continue":
-        return _changed(read.job, identity, state).facts
+    own = replace(state, facts=state.own)
+    if all(_differing(read.job, identity, each, is_placed_anew) for each in (state, own)):
+        if resume == "continue":
+            return _changed(read.job, identity, own).facts
+    elif state.own and _differing(read.job, identity, state, is_placed_anew):
+        state = change_facts(own, {})
     moved = [] if is_placed_anew or not _keeps_bits(read, state) else _moves(read.job, state)
     refuse_other_run(read.job, identity, state, is_placed_anew=is_placed_anew or bool(moved))
     if not moved:
@@ -233,30 +237,34 @@ def _keeps_bits(read: ReadJob, state: TrainingState) -> bool:
     return len(types) == 1 and not (draws or has_copies) and all(name.startswith(blocks) for name in read.targets)
 
 
-def _changed(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> TrainingState:
-    """The state with the job's settings, data and cards in place of its own, also on disk; as it is if none differs."""
-    if not [*differences(job, identity, state), *other_cards(job, state.facts)]:
-        return state
-    own = replace(state, facts=state.own)
-    differing = [*differences(job, identity, own), *other_cards(job, own.facts)]
-    lines = {line.partition(":")[0]: line for line in differing}
+def _differing(job: JobConfig, identity: dict[str, Any], state: TrainingState, is_placed_anew: bool) -> list[str]:
+    """As differences, with a line for other cards where they count."""
+    found = differences(job, identity, state, is_placed_anew=is_placed_anew)
+    return found if is_placed_anew else [*found, *other_cards(job, state.facts)]
+
+
+def _changed(job: JobConfig, identity: dict[str, Any], own: TrainingState) -> TrainingState:
+    """The state with the job's settings, data and cards in place of its own, also on disk."""
+    lines = {line.partition(":")[0]: line for line in _differing(job, identity, own, False)}
     is_fixed = {key: key in _FIXED or key.startswith("lora.") and key != "lora.dropout" for key in lines}
     if fixed := [f"  {line}" for key, line in lines.items() if is_fixed[key]]:
         raise ValueError(
-            f"{state.path} cannot go on with these settings, which decide what its LoRA is:\n" + "\n".join(fixed) + "\n"
+            f"{own.path} cannot go on with these settings, which decide what its LoRA is:\n" + "\n".join(fixed) + "\n"
             "Set them back, or start anew with another output.folder (lora.start_from takes a LoRA file)"
         )
     facts: dict[str, Any] = {}
     for key in lines.keys() & _DECIDE_STATE:
         lines[key] += "; the optimizer's state begins anew"
+    for key in lines:
+        if key.startswith("split.") or key in ("cards", "parallel.strategy"):
+            lines[key] += "; the last bits of sums may be others"
     if redrawn := next((key for key in lines if key in _DECIDE_ORDER), ""):
-        lines[redrawn] += f"; the order of pictures is drawn anew from step {state.step + 1} on"
+        lines[redrawn] += f"; the order of pictures is drawn anew from step {own.step + 1} on"
         facts["order"] = {"epoch": own.facts["order"]["epoch"] + 1, "index": 0}
     if any(key.partition(".")[0] == "evaluation" for key in lines):
         facts["evaluations"] = {}
-    if lines:
-        facts |= {"config": job_to_dict(job), **identity, **_NOWHERE, "what": list(lines.values())}
-        facts["keeps_optimizer"] = not lines.keys() & _DECIDE_STATE
+    facts |= {"config": job_to_dict(job), **identity, **_NOWHERE, "what": list(lines.values())}
+    facts["keeps_optimizer"] = not lines.keys() & _DECIDE_STATE
     return change_facts(own, facts)
 
 

@@ -124,7 +124,7 @@ def change_facts(state: TrainingState, facts: Mapping[str, Any]) -> TrainingStat
         write_atomically(state.path / _CHANGED, _sealed(facts))
     else:
         (state.path / _CHANGED).unlink(missing_ok=True)
-    return replace(state, facts=state.own | facts)
+    return replace(state, facts={**state.own, **facts})
 
 
 def _sealed(facts: Mapping[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_
 from devicebridge.tests.toy import TINY
 from devicebridge.training import optimizer as optimizer_module
 from devicebridge.training.objective import make_generator
-from devicebridge.training.optimizer import make_optimizer, pack_optimizer, unpack_optimizer
+from devicebridge.training.optimizer import clip_gradients, make_optimizer, pack_optimizer, unpack_optimizer
 from devicebridge.training.state import DamagedCheckpoint, load_checkpoint, save_checkpoint
 from safetensors.torch import load_file
 from torch import nn
@@ -51,7 +51,7 @@ def _job(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
 @pytest.fixture
 def begun(tmp_path: Path) -> JobConfig:
     """Stopped after its second step, with all that a continued run must carry over."""
-    job = _job(tmp_path)
+    job = _job(tmp_path, evaluation={"folder": str(tmp_path / "held_out")})
     run_steps(job, BEGUN)
     return job
 
@@ -171,12 +171,12 @@ def test_a_crash_of_a_continued_run_is_resumed_as_that_run_and_the_old_one_is_st
     straight = run_job(_changed(begun, output={"folder": f"{begun.output.folder}_straight"}))
     job = _changed(begun, optimizer={"learning_rate": 3e-3})
     _begin(job)
-    with pytest.raises(ValueError, match="optimizer.learning_rate: 0.003 -> 0.001"):
-        run_job(begun, resume=True)
+    with pytest.raises(ValueError, match="optimizer.learning_rate: 0.003 -> 0.002"):
+        run_job(_changed(begun, optimizer={"learning_rate": 2e-3}), resume=True)
     found = run_job(_changed(job, train={"steps": 3}), resume=True)
     assert found.step == 3 and found.losses[BEGUN] == straight.losses[BEGUN], "one step at the old rate came before"
     (_newest(job) / "state.json").unlink()  # the newest is gone: the one before is of both runs
-    back = run_job(begun, resume="continue")
+    back = run_job(begun, resume=True)
     assert back.losses == straight.losses and back.lora_path and straight.lora_path
     assert back.lora_path.read_bytes() == straight.lora_path.read_bytes()
 
@@ -203,12 +203,8 @@ def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun: JobConfig) -
 def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(
     begun: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = _changed(
-        begun,
-        optimizer={"name": "adafactor"},
-        train={"ema_decay": 0.9},
-        evaluation={"folder": str(Path(begun.output.folder).parent / "held_out")},
-    )
+    settings = {"optimizer": {"name": "adafactor"}, "train": {"ema_decay": 0.9}, "evaluation": {"quantiles": [0.5]}}
+    job = _changed(begun, **settings)
     made: list[Any] = []
     make = build.Trainer
     monkeypatch.setattr(build, "Trainer", lambda **values: made.append(make(**values)) or made[-1])
@@ -221,8 +217,9 @@ def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(
     assert any(
         "optimizer.name: 'adamw' -> 'adafactor'; the optimizer's state begins anew" in line for line in _what(job)
     )
-    done = run_job(job, resume=True)
-    assert done.eval_before is not None and done.eval_after is not None, "the new pictures are evaluated from here on"
+    assert run_job(job, resume=True).step == 4
+    evaluations = json.loads((_newest(job) / "state.json").read_text())["evaluations"]
+    assert evaluations.keys() == {"2", "4"}, "those at other noise levels are not compared with these"
 
 
 # --- other cards ------------------------------------------------------------------------------------------------------
@@ -297,7 +294,8 @@ def test_a_run_of_copies_continues_by_another_strategy(tmp_path: Path, shares: l
     with pytest.raises(ValueError, match=f"parallel.strategy: {before} -> one model over all cards"):
         _run(job, resume=True)
     assert _run(job, resume="continue").step == 2
-    assert _what(job) == [f"parallel.strategy: {before} -> one model over all cards"]
+    (line,) = _what(job)
+    assert line.startswith(f"parallel.strategy: {before} -> one model over all cards; the last bits")
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -355,3 +353,25 @@ def test_an_optimizer_keeps_what_it_found_and_takes_new_rates(
     kept, was = pack_optimizer(after)[0], pack_optimizer(before)[0]
     states = [key for key in was if key.startswith("state.")]
     assert bool(states) == (name != "finds") and all(torch.equal(kept[key], was[key]) for key in states)
+
+
+def test_gradients_have_one_length_however_cards_share_them() -> None:
+    """Summed by card, or as torch sums them, it differs in its last bits."""
+    generator = torch.Generator().manual_seed(6)
+    gradients = [torch.randn(5, 7, generator=generator) for _ in range(90)]
+    lengths = torch.stack([each.norm() for each in gradients])
+    assert lengths.norm() != torch.cat([lengths[card::3] for card in range(3)]).norm(), "else this could not fail"
+
+    def clipped(cards: int) -> tuple[float, list[torch.Tensor]]:
+        parameters = [nn.Parameter(torch.zeros(5, 7)) for _ in gradients]
+        with emulated_cards(3):
+            parameters = [nn.Parameter(each.to(f"lazy:{index % cards}")) for index, each in enumerate(parameters)]
+            for each, gradient in zip(parameters, gradients, strict=True):
+                each.grad = gradient.to(each.device)
+            length = clip_gradients(parameters, 0.5)
+            return length, [each.grad.cpu() for each in parameters if each.grad is not None]
+
+    (one, alone), (three, shared) = clipped(1), clipped(3)
+    assert one == three and one == pytest.approx(sum(each.double().square().sum() for each in gradients) ** 0.5)
+    assert all(map(torch.equal, alone, shared))
+    assert sum(each.double().square().sum() for each in shared) ** 0.5 == pytest.approx(0.5, rel=1e-5)
