@@ -147,11 +147,10 @@ class ParallelConfig:
             each microbatch together, each a share of its tokens; for ComfyUI's classes. It halves what two cards keep
             of a long clip. auto takes the fastest of none, pipeline, data and tokens. Needs two or more GPUs of one
             kind, and all but tokens gradient_accumulation_steps above 1. A run with data or tokens is resumed as it
-            began. Where
-            torchrun or --nproc starts several processes, these are for the devices of each process, and the processes
-            share out the microbatches. fsdp and hsdp are for several processes alone, with one device each: every
-            process keeps a share of the weights (fsdp), or the processes of each machine share one copy (hsdp). Then
-            auto takes fsdp where one device does not hold the model.
+            began, unless it is continued. Where torchrun or --nproc starts several processes, these are for the devices
+            of each process, and the processes share out the microbatches. fsdp and hsdp are for several processes
+            alone, with one device each: every process keeps a share of the weights (fsdp), or the processes of each
+            machine share one copy (hsdp). Then auto takes fsdp where one device does not hold the model.
         microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
             More hides uneven times and takes memory.
         processes: Processes of this machine that train the job together, as --nproc says; the devices are dealt out to
