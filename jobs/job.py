@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .rank_plans import resolve_here
 from .ranks import (
     cached_once,
+    facts_for_all,
     is_placed_anew,
     locked_folder,
     refuse_other_jobs,
@@ -47,7 +47,7 @@ from .ranks import (
 )
 from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
-from .resume import TrainingResult, as_decided, find_identity, go_on, placement_facts
+from .resume import TrainingResult, as_decided, find_identity, placement_facts
 
 
 def plan_job(
@@ -192,15 +192,8 @@ def run_job(
                 return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
             identity = ranks.together(lambda: find_identity(read))
             refuse_other_jobs(given, identity, ranks, is_new=state is None)
-            begun: dict[str, Any] = {}
-            if state is not None:
-                is_anew = is_placed_anew(state, ranks)
-                work = partial(go_on, read, identity, state, resume=resume, is_placed_anew=is_anew)
-                found: dict[str, Any] = ranks.together(
-                    work if ranks.is_first else dict
-                )  # others have paths of their own
-                begun = ranks.from_first(lambda: found)
-                state = replace(state, facts=begun)
+            begun = {} if state is None else facts_for_all(read, identity, state, ranks, resume=resume)
+            state = state and replace(state, facts=begun)
             facts = None if state is None or is_placed_anew(state, ranks) else begun
             new = {"is_new": state is None, "is_changed": "keeps_optimizer" in begun}
             plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, ranks=ranks, **new))

@@ -12,6 +12,7 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +26,9 @@ from ..system.stopping import Requests
 from ..training.batches import CachedSamples
 from ..training.state import TrainingState
 from ..version import VERSION
+from .read_job import ReadJob
 from .resolve import find_machine
-from .resume import find_state
+from .resume import find_state, go_on
 
 T = TypeVar("T")
 Data = tuple[CachedSamples, CachedSamples | None]
@@ -134,6 +136,15 @@ def state_for_all(job: JobConfig, ranks: Ranks, *, resume: Resume) -> TrainingSt
     return TrainingState(
         facts["step"], load(adapter), (load(optimizer), facts["optimizer"]), {}, facts["facts"], Path(facts["path"])
     )
+
+
+def facts_for_all(
+    read: ReadJob, identity: dict[str, Any], state: TrainingState, ranks: Ranks, *, resume: Resume
+) -> dict[str, Any]:
+    """What the first rank finds that a run goes on from, on every rank: others have paths of their own. See go_on."""
+    work = partial(go_on, read, identity, state, resume=resume, is_placed_anew=is_placed_anew(state, ranks))
+    found: dict[str, Any] = ranks.together(work if ranks.is_first else dict)
+    return ranks.from_first(lambda: found)
 
 
 def unless_stopped(ranks: Ranks, work: Callable[[], T]) -> T:
