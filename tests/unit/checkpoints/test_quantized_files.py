@@ -21,7 +21,7 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.gguf_files import pack, write_gguf
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY, stack_tensors
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
@@ -230,8 +230,6 @@ def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pyte
 
 def test_shards_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
     meaning = _write(tmp_path / "whole.safetensors", _tensors("wan", "original"), FORMATS["comfy_quant rows"])
-    from safetensors.torch import load_file
-
     whole = load_file(tmp_path / "whole.safetensors")
     (tmp_path / "whole.safetensors").unlink()
     scales = {name: tensor for name, tensor in whole.items() if name.endswith(("_scale", "comfy_quant"))}
@@ -281,8 +279,6 @@ def _check_rotated_back(weight: torch.Tensor, matrix: torch.Tensor, **how: int) 
 def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Path) -> None:
     tensors = _tensors("wan", "original")
     _write(tmp_path / "model.safetensors", tensors, FORMATS["int8 rows"])
-    from safetensors.torch import load_file
-
     written = load_file(tmp_path / "model.safetensors")
     layer = "blocks.0.ffn.0"
     note = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
@@ -393,8 +389,6 @@ BAD: dict[str, tuple[Callable[[Tensors], None], str]] = {
 
 
 def _bad_file(folder: Path, change: Callable[[Tensors], None]) -> Path:
-    from safetensors.torch import load_file
-
     file = folder / "model.safetensors"
     _write(file, _tensors("wan", "original"), FORMATS["comfy_quant rows"])
     tensors = load_file(file)
@@ -423,8 +417,6 @@ def test_a_scale_that_is_none_stops_before_a_weight_is_read(value, tmp_path, cap
 
 
 def test_damaged_and_contradicting_metadata(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     file = tmp_path / "model.safetensors"
     _write(file, _tensors("wan", "original"), FORMATS["comfy_quant rows"])
     tensors = load_file(file)
@@ -438,8 +430,6 @@ def test_damaged_and_contradicting_metadata(tmp_path: Path) -> None:
 
 
 def test_metadata_may_name_layers_without_the_prefix(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     file = tmp_path / "model.safetensors"
     _write(file, _tensors("wan", "original"), FORMATS["int8"], "model.diffusion_model.")
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("comfy_quant")}

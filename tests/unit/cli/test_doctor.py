@@ -10,7 +10,11 @@ import pytest
 import torch
 from devicebridge.cli import doctor
 from devicebridge.headless import server
+from devicebridge.planning import cards as cards_module
+from devicebridge.planning import cards as machine_module
+from devicebridge.planning import sampling_forecast
 from devicebridge.system.versions import TESTED, TestedRange
+from devicebridge.tests.emulated import CARDS, emulated_cards
 
 
 @pytest.fixture(autouse=True)
@@ -178,9 +182,6 @@ def test_on_windows_the_report_says_that_comfyui_shows_one_of_several_gpus(monke
 
 def test_links_are_measured_kept_and_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path))
-    from devicebridge.planning import cards as machine_module
-    from devicebridge.tests.emulated import CARDS, emulated_cards
-
     with emulated_cards(2):
         lines = doctor._measure(list(CARDS[:2]))
         assert "GB/s each way at once" in lines[2]
@@ -194,8 +195,6 @@ def test_links_are_measured_kept_and_printed(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_card_that_cannot_be_measured_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path))
-    from devicebridge.planning import cards as machine_module
-    from devicebridge.tests.emulated import CARDS, emulated_cards
 
     def full(devices: object) -> None:
         raise RuntimeError("no room on lazy:1")
@@ -206,9 +205,6 @@ def test_a_card_that_cannot_be_measured_is_no_reason_to_fail(monkeypatch: pytest
 
 
 def test_what_way_auto_takes_for_sampling_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from devicebridge.planning import cards as cards_module
-    from devicebridge.planning import sampling_forecast
-
     here = [dataclasses.replace(card, has_context=True) for card in cards_module.parse_cards("2x3090")]
     speed = cards_module.MachineSpeed((5e13, 5e13), 12e9, "2026-11-28")
     monkeypatch.setattr(cards_module, "cards_of", lambda devices: here)

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, load_job, make_job, save_job
+from devicebridge.jobs import encode_job
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.runs.queue import JobQueue, native_command
 from devicebridge.runs.store import RunStore
 from devicebridge.system.processes import ProcessMark
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[3]
 _SOURCES = {"text": "CLIP", "latent": "VAE", "vision": "VISION"}
@@ -36,8 +39,6 @@ def _values(folder: Path, **sections: Any) -> dict[str, Any]:
 
 
 def _job_file(folder: Path, **sections: Any) -> Path:
-    import tomlkit
-
     path = folder / "job.toml"
     path.write_text(tomlkit.dumps(_values(folder, **sections)), encoding="utf-8")
     return path
@@ -118,7 +119,6 @@ def test_encoders_of_comfyui_and_of_the_model_contradict_each_other(cache: Any, 
 
 def test_a_file_of_no_family_here_names_the_other_way(tmp_path: Path) -> None:
     import torch
-    from safetensors.torch import save_file
 
     save_file({"layers.0.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match='is trained with model.family = "comfyui"'):
@@ -160,7 +160,6 @@ def test_every_process_learns_by_what_the_first_one_encoded(tmp_path: Path, monk
 
 def test_the_first_process_of_another_machine_needs_no_run_folder(tmp_path, monkeypatch):
     from devicebridge.cli import native
-    from devicebridge.jobs import encode_job
 
     @dataclasses.dataclass(frozen=True)
     class Plan:

@@ -99,8 +99,6 @@ def test_what_a_run_in_a_folder_of_odd_bytes_has_written_is_read_back(job, tmp_p
 
 def test_a_full_disk_for_events_costs_lines_of_it_and_nothing_else(job, tmp_path, caplog):
     """One line is cut short, the next are refused, and then there is room again."""
-    from devicebridge.events import EventLog
-
     heard: list[int] = []
     with EventLog(tmp_path, lambda event: heard.append(event.step)) as events:
         file = events._file
@@ -129,8 +127,6 @@ def test_a_full_disk_for_events_costs_lines_of_it_and_nothing_else(job, tmp_path
 
 
 def test_a_listener_that_cannot_tell_ends_nothing(job: JobConfig, tmp_path: Path) -> None:
-    from devicebridge.events import EventLog
-
     def gone(event: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 

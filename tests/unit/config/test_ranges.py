@@ -11,6 +11,7 @@ from devicebridge.config import ranges
 from devicebridge.config.job import JobConfig, LoraSettings, OptimizerConfig, job_keys, load_job, make_job
 from devicebridge.config.ranges import BACKSLASHES, LONGEST_NAME, STATE_FILES, check_path, check_plain
 from devicebridge.config.setting import Key
+from devicebridge.system.files import write_atomically
 from pydantic import AfterValidator
 
 MINIMAL: dict[str, Any] = {
@@ -196,8 +197,6 @@ def test_a_name_of_other_bytes_than_utf_8_is_a_path_all_the_same() -> None:
 
 
 def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
-    from devicebridge.system.files import write_atomically
-
     path = tmp_path / f"{'x' * LONGEST_NAME}_high_noise.safetensors"
     write_atomically(path, b"x")
     assert path.read_bytes() == b"x"

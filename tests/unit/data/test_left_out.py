@@ -13,12 +13,12 @@ from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import left_out
 from devicebridge.data.caption_files import write_caption
 from devicebridge.data.folders import is_media, scan_folders
-from devicebridge.data.image import image_suffixes
+from devicebridge.data.image import ImageRequest, image_suffixes
 from devicebridge.data.samples import Sample
-from devicebridge.data.video import probe_clip
+from devicebridge.data.video import probe_clip, read_frames
 from devicebridge.families.registry import FAMILIES
 from devicebridge.system import files
-from devicebridge.tests.clips import plain_frames, save_sequence
+from devicebridge.tests.clips import COLOURS, middle_colours, plain_frames, save_sequence
 from PIL import Image
 
 IMAGES, CLIPS = FAMILIES["flux2"].latent, FAMILIES["wan"].latent
@@ -78,10 +78,6 @@ _CONTAINERS = {  # name -> format, codec
 
 @pytest.mark.parametrize("name", _CONTAINERS)
 def test_the_older_containers_are_clips(tmp_path: Path, name: str) -> None:
-    from devicebridge.data.image import ImageRequest
-    from devicebridge.data.video import read_frames
-    from devicebridge.tests.clips import COLOURS, middle_colours
-
     form, codec = _CONTAINERS[name]
     options = {"mpegts_m2ts_mode": "1"} if name == "a.m2ts" else {}
     with av.open(str(tmp_path / name), "w", format=form, options=options) as file:

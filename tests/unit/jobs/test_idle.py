@@ -8,6 +8,7 @@ import pytest
 from devicebridge.config.job import JobConfig, job_keys, make_job
 from devicebridge.jobs.checks import _IDLE, _REPEATS, _odd_rate, describe_idle, refuse_overlaps, refuse_repeats
 from devicebridge.jobs.job import _resolve_and_check, check_job
+from devicebridge.jobs.read_job import read_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 VALUES: dict[str, Any] = {
@@ -165,6 +166,4 @@ def test_a_run_that_was_begun_goes_on(tmp_path: Path) -> None:
     job = make_tiny_job(tmp_path, "flux2", data={"resolutions": [32, 32]}, evaluation={"folder": ""})
     with pytest.raises(ValueError, match=r"data\.resolutions has 32 twice"):
         check_job(job)
-    from devicebridge.jobs.read_job import read_job
-
     assert _resolve_and_check(read_job(job), None, 1, is_new=False).samples

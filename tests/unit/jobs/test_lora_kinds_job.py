@@ -1,5 +1,6 @@
 """Whole jobs with LoKr, an average of the LoRA, a LoRA to start from, other optimizers and weighted folders."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -207,8 +208,6 @@ def test_the_average_is_that_of_the_checkpoints_and_in_the_file_if_asked(tmp_pat
 
 
 def _with_last(job: JobConfig) -> JobConfig:
-    import dataclasses
-
     return dataclasses.replace(job, output=dataclasses.replace(job.output, use_ema=False))
 
 

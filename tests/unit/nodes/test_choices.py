@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.config.job import ModelConfig, SplitConfig
 from devicebridge.parallel import devices
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
@@ -100,8 +101,6 @@ def test_a_folder_is_empty_where_nothing_can_be_chosen(nodes: ModuleType) -> Non
 
 @pytest.fixture
 def model(nodes: ModuleType, tmp_path: Path) -> Any:
-    from devicebridge.config.job import ModelConfig, SplitConfig
-
     def make(family: str) -> Any:
         folder = save_tiny_pipeline(tmp_path / family, family)
         return nodes.load.TrainingModel(ModelConfig(path=str(folder / "transformer")), SplitConfig(devices=("cpu",)))

@@ -9,7 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from devicebridge.config.job import STOCK_FILES, JobConfig, job_keys, make_job, paths_of
+from devicebridge.config.job import STOCK_FILES, DataConfig, FolderConfig, JobConfig, job_keys, make_job, paths_of
+from devicebridge.data import folders as data
+from devicebridge.data.folders import scan_folders
+from devicebridge.families.registry import FAMILIES
 from devicebridge.system import files
 from devicebridge.tests import comfy_stub
 from PIL import Image
@@ -175,10 +178,6 @@ def crowded(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_folder_that_holds_too_much_is_refused_by_every_look(nodes: ModuleType, crowded: Path) -> None:
-    from devicebridge.config.job import DataConfig, FolderConfig
-    from devicebridge.data.folders import scan_folders
-    from devicebridge.families.registry import FAMILIES
-
     told = nodes.TrainingDatasetNode.fingerprint_inputs(folder="home", evaluation_folder="")
     assert "hold more than 20 files and folders" in told
     config = DataConfig(folders=(FolderConfig(str(crowded)),), resolutions=(64,))
@@ -197,8 +196,6 @@ def test_nobody_looks_deeper_than_a_sub_folder(nodes: ModuleType, host: comfy_st
 
 def test_cancel_ends_the_look_through_a_folder(nodes, host, monkeypatch):
     """Pressed while images are read: none but the first of 50 is inspected after it."""
-    from devicebridge.data import folders as data
-
     folder = _image_folder(host.root / "input" / "dogs")
     for number in range(50):
         (folder / f"{number}.png").write_bytes((folder / "a.png").read_bytes())

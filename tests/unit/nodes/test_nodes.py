@@ -1,6 +1,7 @@
 """The nodes against a stand-in for ComfyUI: their sockets, what they make of them, and how they treat Cancel."""
 
 import ast
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -18,10 +19,24 @@ from typing import Any
 import pytest
 import tomlkit
 import torch
-from devicebridge.encoding.comfy_data import read_conditioning
+from devicebridge.config import job as config
+from devicebridge.config.data import CacheConfig
+from devicebridge.config.job import ModelConfig, SplitConfig, job_keys
+from devicebridge.encoding.comfy_data import load_encoded, read_conditioning
+from devicebridge.encoding.encode import Stopped
+from devicebridge.events import Event
+from devicebridge.jobs import encode_job, in_processes, quantize_preview
+from devicebridge.jobs import job as job_module
+from devicebridge.jobs.quantize_preview import preview_model
+from devicebridge.patches import ring_lse
+from devicebridge.planning import plan as plan_view
+from devicebridge.runs.record import KeptJobs
+from devicebridge.system.progress import describe_duration
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.clips import save_clip
+from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from PIL import Image
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[3]
 NODE_IDS = [
@@ -57,8 +72,6 @@ def test_the_extension_lists_the_nodes(nodes: ModuleType) -> None:
     async def listed() -> list[Any]:
         return await nodes.make_extension().get_node_list()
 
-    import asyncio
-
     found = {node.define_schema().node_id: node for node in asyncio.run(listed())}
     assert list(found) == NODE_IDS
     known = {node_id: node for node_id, node in found.items() if node in nodes.NODES}
@@ -67,8 +80,6 @@ def test_the_extension_lists_the_nodes(nodes: ModuleType) -> None:
 
 def test_a_node_whose_part_of_comfyui_has_changed_says_so_when_it_is_run(nodes: ModuleType) -> None:
     """The stand-in has neither samplers nor loaders: it is a ComfyUI that has lost them."""
-    import asyncio
-
     found = {node.define_schema().node_id: node for node in asyncio.run(nodes.make_extension().get_node_list())}
     with pytest.raises(
         RuntimeError, match=r"ComfyUI .* changed what .* comfy\.model_patcher cannot be imported.* Update DeviceB"
@@ -78,8 +89,6 @@ def test_a_node_whose_part_of_comfyui_has_changed_says_so_when_it_is_run(nodes: 
 
 
 def test_every_node_is_there_where_comfyui_cannot_be_asked(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
     class Finder:
         @staticmethod
         def find_spec(*args: Any) -> Any:
@@ -114,8 +123,6 @@ _INTERNAL = ("job file", "torchrun", "executor", "placement", "gradient_accumula
 
 def test_no_text_of_a_node_has_a_key_a_flag_or_an_internal_word() -> None:
     """Of all nodes, also those that the stand-in cannot build; test_locales.py compares this file with the nodes."""
-    from devicebridge.config.job import job_keys
-
     texts = json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
     key = re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, job_keys())) + r")(?![\w/]|\.\w)")
     wrong = []
@@ -240,8 +247,6 @@ def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host
 
 
 def test_a_refused_model_is_refused_in_the_words_of_the_node(nodes, tmp_path, monkeypatch):
-    from safetensors.torch import save_file
-
     def no_model(*_: Any) -> Any:
         raise ValueError("no diffusion model that ComfyUI knows")
 
@@ -291,9 +296,6 @@ def test_split_settings_are_read(nodes: ModuleType) -> None:
 
 @pytest.fixture
 def model(nodes: ModuleType, tmp_path: Path) -> Any:
-    from devicebridge.config.job import ModelConfig, SplitConfig
-    from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
-
     folder = save_tiny_pipeline(tmp_path / "flux2", "flux2")
     return nodes.load.TrainingModel(ModelConfig(path=str(folder)), SplitConfig(devices=("cpu",)))
 
@@ -311,8 +313,6 @@ def test_the_schemes_released_first_mean_the_same(nodes: ModuleType, model: Any)
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute", "int8-compute", "none"])
 def test_the_report_is_shown_and_handed_on(nodes, host, model, scheme):
-    from devicebridge.jobs.quantize_preview import preview_model
-
     with torch.inference_mode():  # as the host runs every node
         found, report = _quantized(nodes, model, scheme)
     assert report == preview_model(found.model, model.split.devices).table()
@@ -334,8 +334,6 @@ def test_the_sockets_of_the_quantize_node_reach_their_settings(nodes, host, mode
 
 def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by those of the machine that the node runs on: a plan may be of other cards."""
-    from devicebridge.jobs import quantize_preview
-
     found, report = _quantized(nodes, model, "auto")
     assert found.model.quantize == "auto" and report.startswith("none: all weights"), "as training on a CPU"
     monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine, info: "int8-compute")
@@ -473,8 +471,6 @@ def test_changed_files_change_the_datasets_fingerprint(nodes: ModuleType, host: 
 
 @pytest.fixture
 def sockets(nodes: ModuleType, host: comfy_stub.FakeHost) -> dict[str, Any]:
-    from devicebridge.config.job import ModelConfig, SplitConfig
-
     _make_images(host.root / "input/dogs")
     (toy := host.root / "models" / "toy").mkdir(parents=True)
     model = nodes.load.TrainingModel(ModelConfig(path=str(toy)), SplitConfig(devices=("cpu",)))
@@ -489,8 +485,6 @@ def _job(nodes: ModuleType, sockets: dict[str, Any], **changes: Any) -> Any:
 
 
 def test_defaults_make_the_jobs_defaults(nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]) -> None:
-    from devicebridge.config import job as config
-
     job = _job(nodes, sockets)
     folder = str(host.root / "output/devicebridge/my_lora")
     assert job.output == config.OutputConfig(folder=folder, name="my_lora", tensorboard=False)
@@ -566,8 +560,6 @@ def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> No
 
 
 def test_text_encoders_are_trained_from_the_files_of_the_clip_that_encoded(nodes, sockets):
-    from devicebridge.config.data import CacheConfig
-
     source = "comfyui 0.33.0 CLIP " + 64 * "0"
     model = dataclasses.replace(
         sockets["model"], model=dataclasses.replace(sockets["model"].model, family="comfyui", variant="")
@@ -603,8 +595,6 @@ def test_a_refused_setting_is_named(nodes: ModuleType, sockets: dict[str, Any]) 
 @pytest.fixture
 def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replaces run_job by three make-believe steps; the test sets when the user presses Cancel."""
-    from devicebridge.events import Event
-    from devicebridge.jobs import job as job_module
 
     class Training:
         cancel_at = 99
@@ -668,16 +658,12 @@ def test_a_training_that_would_write_over_a_link_is_refused_before_it_begins(
 
 
 def test_the_job_of_a_run_is_kept_where_no_request_writes(nodes, host, sockets, training):
-    from devicebridge.runs.record import KeptJobs
-
     _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
     kept = KeptJobs(host.root / "user" / "__devicebridge" / "jobs")
     assert kept.find(host.root / "output" / "devicebridge" / "my_lora") == _job(nodes, sockets)
 
 
 def test_several_processes_train_in_place_of_this_one(nodes, host, sockets, training, monkeypatch):
-    from devicebridge.jobs import in_processes
-
     def run(job: Any, *, resume: bool, on_event: Any, should_stop: Any, native: Any) -> Any:
         return training.run(job, info=None, resume=resume, on_event=on_event, should_stop=should_stop)
 
@@ -746,9 +732,6 @@ def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> 
 
 
 def test_the_plan_node_shows_the_plan_of_the_job(nodes, host, sockets, monkeypatch):
-    from devicebridge.jobs import job as job_module
-    from devicebridge.planning import plan as plan_view
-
     asked = []
     monkeypatch.setattr(job_module, "plan_job", lambda job, cards, **how: asked.append((job, cards, list(host.calls))))
     monkeypatch.setattr(plan_view, "describe_plan", lambda plan, steps: f"the plan of {steps} steps")
@@ -779,9 +762,6 @@ def test_the_plan_node_shows_the_plan_of_the_job(nodes, host, sockets, monkeypat
 
 
 def test_the_cache_node_hands_its_settings_on(nodes, host, sockets, monkeypatch):
-    from devicebridge.jobs import encode_job
-    from devicebridge.jobs import job as job_module
-
     (host.root / "models/vae/ae.safetensors").touch()
     seen = []
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: seen.append(job) or job)
@@ -802,10 +782,6 @@ def test_the_cache_node_hands_its_settings_on(nodes, host, sockets, monkeypatch)
 
 
 def test_cancel_while_caching_ends_the_prompt(nodes, host, sockets, monkeypatch):
-    from devicebridge.encoding.encode import Stopped
-    from devicebridge.jobs import encode_job
-    from devicebridge.jobs import job as job_module
-
     def stop(plan: Any, events: Any, should_stop: Any, encoders: Any) -> Any:
         host.is_interrupted = True
         events.emit("progress", 1, 2, what="captions")
@@ -841,9 +817,6 @@ class _Named:
 
 
 def test_stock_encoders_take_the_place_of_the_models_own(nodes, host, sockets, monkeypatch, caplog):
-    from devicebridge.jobs import encode_job
-    from devicebridge.jobs import job as job_module
-
     seen: list[Any] = []
     clip, vae = f"comfyui 0.33.0 CLIP {'a' * 64}", f"comfyui 0.33.0 VAE {'b' * 64}"
     monkeypatch.setattr(nodes.captions, "HostClip", lambda value, weighs: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
@@ -871,7 +844,6 @@ def test_stock_encoders_take_the_place_of_the_models_own(nodes, host, sockets, m
 def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_the_training(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from devicebridge.jobs import encode_job
     from devicebridge.nodes import captions
     from devicebridge.nodes.view import JobView
 
@@ -897,8 +869,6 @@ class _Encoding:
     """What the train node does before a prompt's text encoder is loaded, and whether ComfyUI is ready to train then."""
 
     def __init__(self, nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        from devicebridge.jobs import encode_job
-        from devicebridge.jobs import job as job_module
         from devicebridge.nodes import host as host_module
 
         self.done: list[str] = []
@@ -979,8 +949,6 @@ def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
 
 
 def test_lists_become_a_dataset_that_only_the_training_node_takes(nodes, host, sockets):
-    from devicebridge.encoding.comfy_data import load_encoded
-
     latents = [{"samples": torch.randn(1, 16, 2, 2)}, {"samples": torch.randn(2, 16, 2, 2)}]
     item = [torch.ones(1, 3, 8), {"pooled_output": None}]
     node = _node(nodes, "DeviceBridgeDatasetFromLatents")
@@ -1004,8 +972,6 @@ def test_lists_become_a_dataset_that_only_the_training_node_takes(nodes, host, s
 
 
 def test_the_fix_is_applied_and_taken_away(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from devicebridge.patches import ring_lse
-
     applied = [False]
     monkeypatch.setattr(ring_lse, "apply_ring_lse_fix", lambda: applied.append(True) or "Active: because")
     monkeypatch.setattr(ring_lse, "remove_ring_lse_fix", lambda: applied.pop())
@@ -1019,8 +985,6 @@ def test_the_fix_is_applied_and_taken_away(nodes: ModuleType, monkeypatch: pytes
     ("seconds", "text"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (11100, "3 h 05 min")]
 )
 def test_durations_read_well(nodes: ModuleType, seconds: float, text: str) -> None:
-    from devicebridge.system.progress import describe_duration
-
     assert describe_duration(seconds) == text
 
 

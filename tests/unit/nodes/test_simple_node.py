@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.jobs import job as job_module
+from devicebridge.planning.dry_run import NoForecast
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from safetensors.torch import load_file, save_file
@@ -72,9 +74,6 @@ def test_a_run_is_called_by_what_can_name_a_folder(nodes: ModuleType, given: tup
 
 @pytest.mark.parametrize("has_forecast", [True, False])
 def test_what_does_not_fit_is_refused_before_captions_are_encoded(nodes, simple, host, monkeypatch, has_forecast):
-    from devicebridge.jobs import job as job_module
-    from devicebridge.planning.dry_run import NoForecast
-
     error = ValueError("one card lacks 3 GB") if has_forecast else NoForecast("a UNet", "no two blocks are alike")
     asked: list[Any] = []
 

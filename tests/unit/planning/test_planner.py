@@ -14,6 +14,7 @@ from devicebridge.config.model import Strategy, shards_weights
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
+from devicebridge.planning import cards as cards_module
 from devicebridge.planning.cards import SHARE_OF_PRODUCT, Card, cards_of, kind_called, parse_cards
 from devicebridge.planning.costs import BlockCost, ModelCosts
 from devicebridge.planning.memory import Optimizer, optimizer_bytes
@@ -33,6 +34,7 @@ from devicebridge.planning.question import STRATEGIES, Question
 from devicebridge.planning.refusal import needed_at_least, what_helps
 from devicebridge.planning.search import HOST_SHARE, UNHIDDEN
 from devicebridge.planning.times import SCHEME_TIMES
+from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question, published_info
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
@@ -502,8 +504,6 @@ def _known_cards(monkeypatch: pytest.MonkeyPatch, *sizes: int, first_speed: floa
 
 
 def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
-    from devicebridge.tests.emulated import emulated_cards
-
     two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "train": {"steps": 2}}
     with emulated_cards():
         _known_cards(monkeypatch, 10**9, 10**9)
@@ -522,8 +522,6 @@ def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
 
 
 def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, monkeypatch):
-    from devicebridge.tests.emulated import emulated_cards
-
     two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "evaluation": {"folder": ""}}
     losses = {}
     with emulated_cards():
@@ -556,8 +554,6 @@ def test_a_plan_is_the_same_in_the_inference_mode_of_comfyuis_nodes():
 
 def test_this_machines_cards_as_they_are(monkeypatch):
     """Capped, half full, of different speed; asked as torch's CUDA module would answer."""
-    from devicebridge.planning import cards as cards_module
-
     monkeypatch.setattr(cards_module, "total_bytes", lambda device: 100 * GB)
     monkeypatch.setattr(cards_module, "free_bytes", lambda device: 60 * GB)
     monkeypatch.setattr(cards_module, "refusal", lambda settings, devices: "" if "int8" in settings.scheme else "no")
@@ -571,7 +567,6 @@ def test_this_machines_cards_as_they_are(monkeypatch):
 
 def _here(monkeypatch, titles, measured):
     """Cards that torch calls so; measured: seconds' worth of products by title, or what measuring raises."""
-    from devicebridge.planning import cards as cards_module
 
     def machine_speed(devices):
         asked.append([titles[device.index] for device in devices])

@@ -19,7 +19,7 @@ from devicebridge.config.job import JobConfig, job_keys, job_to_dict, load_job, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,8 +133,6 @@ def test_any_header_that_is_read_is_read_alike_by_the_library(header: dict[str, 
 @stable
 @given(tensors(), damages())
 def test_any_damage_to_weights_is_refused_with_the_file_or_leaves_a_sound_file(found: Any, damage: Any) -> None:
-    from safetensors.torch import save
-
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "x.safetensors"
         file.write_bytes(save(found))

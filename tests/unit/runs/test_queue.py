@@ -16,7 +16,7 @@ from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.record import recorded_run
 from devicebridge.runs.store import Busy, RunStore
 from devicebridge.system.files import write_atomically
-from devicebridge.system.locks import is_locked
+from devicebridge.system.locks import alone, is_locked
 from devicebridge.system.processes import ProcessMark, start_detached
 
 _GONE = ProcessMark(1 << 30, 1.0, "", "of-another-kernel pid:[7] 400")
@@ -303,8 +303,6 @@ def test_a_run_goes_on_with_what_the_page_says(page, commands):
 
 
 def test_while_another_looks_after_the_queue_the_page_is_told_to_wait(page, monkeypatch, commands):
-    from devicebridge.system.locks import alone
-
     monkeypatch.setattr("devicebridge.runs.queue._WAIT_S", 0.0)
     job = _add(page.queue, "b")
     with alone(page.run.parent.parent / "memory" / ".lock"):
