@@ -40,11 +40,9 @@ def save_video(
     colours: int | None = None, full_range: bool = False, transfer: int | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Write frames [height, width, 3 or 4] as a video; times_s says when each is shown, else they come at fps.
-
-    colours: FFmpeg's number of the YUV matrix to convert by and to name in the file. full_range: whether Y goes from 0
-        to 255. transfer: number of the brightness curve that is named.
-    """
+    """Write frames [height, width, 3 or 4] as a video; times_s says when each is shown, else they come at fps. colours:
+    FFmpeg's number of the YUV matrix to convert by and to name in the file. full_range: whether Y goes from 0 to 255.
+    transfer: number of the brightness curve that is named."""
     usual = _ENCODERS[path.suffix]
     unit = Fraction(1, 90000)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,11 +24,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets the GPU test
 
 
 def _as_in_a_terminal() -> None:
-    """Have programs that tests start obey signals, also where the tests run in the background or under nohup.
-
-    A program passes on what it ignores, but not what it handles. So a hangup, which nohup is for, is handled by doing
-    nothing.
-    """
+    """Have programs that tests start obey signals, also where the tests run in the background or under nohup. A program
+    passes on what it ignores, but not what it handles. So a hangup, which nohup is for, is handled by doing nothing."""
     usual = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": lambda number, frame: None}
     for name, handler in usual.items():
         number = getattr(signal, name, None)

@@ -175,10 +175,8 @@ class EmulatedCards(TorchDispatchMode):
 
 
 class _Arguments:
-    """Tensors among an operation's arguments; whether one is emulated or a card is named; whether one is quantised.
-
-    A quantised tensor's own dispatch comes back here with the tensors it is made of.
-    """
+    """Tensors among an operation's arguments; whether one is emulated or a card is named; whether one is quantised. A
+    quantised tensor's own dispatch comes back here with the tensors it is made of."""
 
     __slots__ = ("is_for_another_subclass", "is_ours", "tensors")
 
@@ -384,11 +382,9 @@ def _autocast_is_enabled(*device_type: str, ask: Callable[..., bool] = torch.is_
 
 @contextlib.contextmanager
 def factories_on_cards() -> Iterator[None]:
-    """While active torch.tensor, torch.as_tensor and torch.Generator take emulated cards, too.
-
-    For processes of their own: libraries that are imported meanwhile keep the stand-ins (transformers then leaves
-    buffers of models that it loads uninitialised).
-    """
+    """While active torch.tensor, torch.as_tensor and torch.Generator take emulated cards, too. For processes of their
+    own: libraries that are imported meanwhile keep the stand-ins (transformers then leaves buffers of models that it
+    loads uninitialised)."""
     with (
         mock.patch.object(torch, "tensor", _by_way_of_the_cpu(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _by_way_of_the_cpu(torch.as_tensor)),

@@ -130,10 +130,8 @@ def write_gguf(
     path: Path, tensors: Mapping[str, torch.Tensor | tuple[str, tuple[int, ...], bytes]],
     settings: Mapping[str, Any] | None = None, version: int = 3,
 ) -> Path:  # fmt: skip
-    """A file of plain tensors, and of packed ones given as kind, stored shape and blocks.
-
-    Tensors with more than four sides are folded, as ComfyUI-GGUF's converter does.
-    """
+    """A file of plain tensors, and of packed ones given as kind, stored shape and blocks. Tensors with more than four
+    sides are folded, as ComfyUI-GGUF's converter does."""
     folded = {n: each for n, each in tensors.items() if isinstance(each, torch.Tensor) and each.ndim > 4}
     tensors = {**tensors, **{name: each.flatten(1) for name, each in folded.items()}}
     sides = {f"comfy.gguf.orig_shape.{name}": tuple(each.shape) for name, each in folded.items()}

@@ -9,10 +9,7 @@ from devicebridge.parallel.local.tensor_parallel import TensorParallel
 
 
 class StandIn:
-    """Computes anew what it was given to record; recording leaves its inputs as they were.
-
-    `launched` has each replay.
-    """
+    """Computes anew what it was given to record, and leaves its inputs as they were. `launched` has each replay."""
 
     def __init__(self, owner: list[Graphs]) -> None:
         self.owner, self.num_recorded, self.cards_wait = owner, 0, True

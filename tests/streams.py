@@ -94,10 +94,8 @@ KERNELS = {torch.ops.aten.linear.default, torch.ops.aten.addmm.default, torch.op
 
 
 class Clock(TorchDispatchMode):
-    """Gives a linear one unit on its card's current stream, and orders copies between cards as torch does.
-
-    What a tensor holds is ready at a time; a kernel or copy that starts earlier is a race.
-    """
+    """Gives a linear one unit on its card's current stream, and orders copies between cards as torch does. What a
+    tensor holds is ready at a time; a kernel or copy that starts earlier is a race."""
 
     def __init__(self, machine, copy_cost):
         super().__init__()

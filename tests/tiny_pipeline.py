@@ -26,10 +26,8 @@ SHORT_TEXT = 64
 
 @contextlib.contextmanager
 def short_texts(families: Mapping[str, ModelFamily] = FAMILIES) -> Iterator[None]:
-    """Inside, texts are padded to few tokens: the published 512 take more than half of what a tiny job computes.
-
-    In this process alone; one that pads to 512 trains another LoRA, for FLUX.2 attends to padding.
-    """
+    """Inside, texts are padded to few tokens: the published 512 take more than half of what a tiny job computes. In
+    this process alone; one that pads to 512 trains another LoRA, for FLUX.2 attends to padding."""
     variants = [variant for family in families.values() for variant in family.variants]
     specs = {id(spec): spec for variant in variants for spec in variant.text_encoders}.values()
     published = [spec.max_length for spec in specs]

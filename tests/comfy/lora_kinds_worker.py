@@ -146,10 +146,8 @@ def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
 
 
 def _start(family: Any, info: Any, path: Path, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Training's model with a file that it starts from, against the stock model with the same file.
-
-    Of "metadata" the file holds the strength in its metadata alone, where the stock loader does not look.
-    """
+    """Training's model with a file that it starts from, against the stock model with the same file. Of "metadata" the
+    file holds the strength in its metadata alone, where the stock loader does not look."""
     is_bare = file.stem == "metadata"
     written = {name: each for name, each in tensors.items() if not (is_bare and name.endswith(".alpha"))}
     said = {"lora_adapter_metadata": json.dumps({"r": 3, "lora_alpha": 1.5})}

@@ -91,10 +91,8 @@ def prove(name: str, steps: Mapping[str, Callable[[Any], Figures]], bench: Any) 
 
 
 class Bench:
-    """One tiny model, its data, and what steps have found of it so far.
-
-    dtype: "float64" for what rounding hides in float32; jobs have no such type, so it is put into their plans.
-    """
+    """One tiny model, its data, and what steps have found of it so far. dtype: "float64" for what rounding hides in
+    float32; jobs have no such type, so it is put into their plans."""
 
     def __init__(self, name, folder, file=None, family=None, dtype="float32") -> None:
         self.name, self.family, self.folder, self.dtype = name, family or TRAINED[name], folder, dtype

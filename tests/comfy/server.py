@@ -87,10 +87,8 @@ class Server:
         assert finished.status == "success", finished.error
 
     def empty_cache(self) -> None:
-        """Empty ComfyUI's cache of outputs, as a restart does.
-
-        ComfyUI obeys /free after the prompt it next takes, which may be the caller's: another one goes first.
-        """
+        """Empty ComfyUI's cache of outputs, as a restart does. ComfyUI obeys /free after the prompt it next takes,
+        which may be the caller's: another one goes first."""
         self.post("/free", {"unload_models": True, "free_memory": True})
         image = {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}}
         preview = {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}

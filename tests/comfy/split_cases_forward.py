@@ -28,9 +28,7 @@ def _compare(
     case: Case, claim: str, name: str, change: Change, *, cfg: float = 1.0, positive: Any = None, **request: Any
 ) -> None:
     """A MODEL changed after or before its split computes as one changed and never split; and the change does something.
-
-    request: of the split.
-    """
+    request: of the split."""
     host = case.host
     options: dict[str, Any] = {"cfg": cfg, "positive": positive}
     unsplit = host.load(name, load_device=CPU)

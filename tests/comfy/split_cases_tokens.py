@@ -654,10 +654,8 @@ def _in_order(keys: list[torch.Tensor], whole: list[torch.Tensor]) -> bool:
 
 @long_case
 def tokens_every_class(case: Case) -> None:
-    """Each class that has a plan, in a build whose every layer changes the output: equal, with the keys of one card.
-
-    In 8 bits it is near, by a hundredth of the largest value at most, and mostly by a thousandth.
-    """
+    """Each class that has a plan, in a build whose every layer changes the output: equal, with the keys of one card. In
+    8 bits it is near, by a hundredth of the largest value at most, and mostly by a thousandth."""
     for native in NATIVE_CASES:
         plan = TOKEN_PLANS.get(native.class_name)
         if plan is None:

@@ -67,9 +67,7 @@ def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
 
 def make_vae(family: str, seed: int = 0, channels: int = 4) -> comfy.sd.VAE:
     """A KL encoder of stride 2; for flux2 with the batch norm over 2 x 2 patches, and 4 times the channels then.
-
-    "flux2_native": with the 128 channels and the stride of 16 that ComfyUI's own FLUX.2 takes. "sd": a stride of 8.
-    """
+    "flux2_native": with the 128 channels and the stride of 16 that ComfyUI's own FLUX.2 takes. "sd": a stride of 8."""
     is_whole = family == "flux2_native"
     is_packed, stride = family.startswith("flux2"), 8 if is_whole or family == "sd" else 2
     channels = 32 if is_whole else channels

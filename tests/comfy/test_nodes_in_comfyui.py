@@ -47,10 +47,8 @@ def _entry_without_words(name: str, entry: list[Any]) -> list[Any]:
 
 
 def test_sockets_are_as_released(object_info: dict[str, Any]) -> None:
-    """Saved workflows hold values by position: only optional inputs and outputs at the end may be added.
-
-    For a wanted change run with UPDATE_GOLDEN=1 and look at what git says has changed.
-    """
+    """Saved workflows hold values by position: only optional inputs and outputs at the end may be added. For a wanted
+    change run with UPDATE_GOLDEN=1 and look at what git says has changed."""
     found = {name: _without_words(info) for name, info in sorted(object_info.items())}
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

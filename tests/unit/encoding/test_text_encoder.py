@@ -50,10 +50,8 @@ def folders(tmp_path_factory):
 
 
 def _whole(class_name, folder, dtype):
-    """The whole model as a pipeline would hold it, loaded by transformers.
-
-    Transformers 5.0 leaves T5's wo in float32 in bfloat16, too, which is meant for float16 and is so before and after.
-    """
+    """The whole model as a pipeline would hold it, loaded by transformers. Transformers 5.0 leaves T5's wo in float32
+    in bfloat16, too, which is meant for float16 and is so before and after."""
     name = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
     model = getattr(transformers, class_name).from_pretrained(folder, **{name: dtype}).eval()
     if dtype is torch.bfloat16:

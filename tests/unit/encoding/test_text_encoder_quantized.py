@@ -88,9 +88,7 @@ _STEP = {"int8": _int8_step, "fp8": _fp8_step}
 
 def _write_out(encoder: TextEncoder, found: TextEncoder, scheme: TextScheme) -> float:
     """Give `encoder` the weights that `found` holds in 8 bits; returns the sum of noise over signal of its linears.
-
-    Each must be a multiple of its step, and the nearest one.
-    """
+    Each must be a multiple of its step, and the nearest one."""
     total = 0.0
     for name, module in encoder.model.named_modules():
         if is_rounded(module, name, encoder.spec.keep_full_precision):
@@ -109,12 +107,10 @@ def _write_out(encoder: TextEncoder, found: TextEncoder, scheme: TextScheme) -> 
 @pytest.mark.parametrize("kind", SPECS)
 def test_states_are_those_of_the_rounded_weights_and_no_noisier_than_these(folders, kind, scheme):
     """Two bounds. Against an encoder with the nearest weights of the 8-bit grids above, written out in float32, only
-    float32's own rounding is left: 100 dB and more.
-
-    Against the exact encoder: each linear adds noise of its own, independent of the others', by its weights' noise over
-    their signal. Residual sums and norms behind it do not raise noise over signal, so that all of it together cannot
-    exceed the sum. For 24 linears of float8, 31.5 dB each, that is 17.7 dB; for int8 of these widths about 30.
-    """
+    float32's own rounding is left: 100 dB and more. Against the exact encoder: each linear adds noise of its own,
+    independent of the others', by its weights' noise over their signal. Residual sums and norms behind it do not raise
+    noise over signal, so that all of it together cannot exceed the sum. For 24 linears of float8, 31.5 dB each, that is
+    17.7 dB; for int8 of these widths about 30."""
     kept = () if kind == "clip" else SPECS[kind].keep_full_precision  # CLIP too, though its family keeps it exact
     exact, written = (_load(folders, kind, "none", keep_full_precision=kept) for _ in range(2))
     found = _load(folders, kind, scheme, keep_full_precision=kept)

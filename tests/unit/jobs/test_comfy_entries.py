@@ -219,10 +219,8 @@ class _TextsOfPictures:
 
 
 def _edit_plan(job, held_out=()):
-    """The job's plan, as for a way whose text encoder sees each sample's reference: the sample itself.
-
-    held_out: captions of held-out samples, of the first picture.
-    """
+    """The job's plan, as for a way whose text encoder sees each sample's reference: the sample itself. held_out:
+    captions of held-out samples, of the first picture."""
     plan = check_job(job)
     way = {"data": dataclasses.replace(job.data, condition="qwen-image-edit")}
     asked = dataclasses.replace(job, model=dataclasses.replace(job.model, family="comfyui"), **way)

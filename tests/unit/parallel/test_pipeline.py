@@ -274,10 +274,8 @@ def machine(monkeypatch):
 
 
 def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, reads=None):
-    """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2.
-
-    reads: how the bridge brings what the first block made to the tail.
-    """
+    """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2. reads:
+    how the bridge brings what the first block made to the tail."""
     with emulated_cards(4), machine.installed():
         model, bridge = _chain(devices)
         if reads is not None:

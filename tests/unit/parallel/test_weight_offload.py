@@ -225,10 +225,8 @@ def test_a_card_holds_two_slots_and_what_stays():
 
 class _Timed(TorchDispatchMode):
     """Time on simulated streams: a linear takes 1, the copy of a block `cost`; what a storage holds is ready at a time.
-
-    A kernel that reads a slot before its copy is done, or a copy that starts before the slot's last reader is done,
-    is a race.
-    """
+    A kernel that reads a slot before its copy is done, or a copy that starts before the slot's last reader is done, is
+    a race."""
 
     def __init__(self, machine, cost):
         super().__init__()

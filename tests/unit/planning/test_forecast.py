@@ -69,10 +69,8 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Peaks]:
 
 
 def _train(tiny, cut, kept, accumulation, scheme, monkeypatch, *, swapped=(0, 0), offloads=False, picture=None):
-    """Two optimizer steps of a tiny model over two emulated cards -> the most that each held.
-
-    picture: latents of a forward without gradients after them.
-    """
+    """Two optimizer steps of a tiny model over two emulated cards -> the most that each held. picture: latents of a
+    forward without gradients after them."""
     family = tiny.family
     gc.collect()  # cards of an earlier test
     with emulated_cards():

@@ -33,9 +33,7 @@ _DEPTHS = ("num_layers", "num_single_layers")
 
 def _build(family, variant, *, lora):
     """The model on meta, bf16: of full size, or with a LoRA of rank 32 and of full width only; its placement by bytes.
-
-    A training step treats every block alike, and the forwards are of all of them.
-    """
+    A training step treats every block alike, and the forwards are of all of them."""
     config = dict(variant.transformer_config)
     if lora:
         config |= {name: min(config[name], 4) for name in _DEPTHS if name in config}

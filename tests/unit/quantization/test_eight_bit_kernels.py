@@ -44,11 +44,9 @@ def random8(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal, but for ties: at most one step apart in few places.
-
-    A card contracts multiply and add, so a value within an ulp of a tie may fall either way. Triton 3.6's interpreter
-    rounds float8 half up instead of half to even, and halves what is rounded up to a power of two.
-    """
+    """Equal, but for ties: at most one step apart in few places. A card contracts multiply and add, so a value within
+    an ulp of a tie may fall either way. Triton 3.6's interpreter rounds float8 half up instead of half to even, and
+    halves what is rounded up to a power of two."""
     is_float8, found, expected = found.dtype.is_floating_point, found.float(), expected.float()
     if kernels.is_interpreted() and is_float8:
         is_power = expected.abs().log2().frac() == 0
@@ -137,10 +135,8 @@ def test_products_equal_those_in_float64(shape, layout, dtype):
 
 
 def allowed_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of a product of 8-bit matrices. [M, J]
-
-    Cards since Hopper keep about 14 bits of a running float8 sum, aligned to the largest term; int8 sums are exact.
-    """
+    """Of a product of 8-bit matrices. [M, J] Cards since Hopper keep about 14 bits of a running float8 sum, aligned to
+    the largest term; int8 sums are exact."""
     terms = a.float().abs() @ b.float().abs()
     return terms * 2**-12 if a.is_floating_point() and not kernels.is_interpreted() else torch.full_like(terms, 1e-3)
 

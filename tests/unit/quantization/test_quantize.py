@@ -182,10 +182,8 @@ HISTORIES: dict[str, Callable[[nn.Module, Run, torch.dtype], None]] = {
 
 
 def reference_gradients(model: nn.Module, x: torch.Tensor, direction: torch.Tensor) -> dict[str, torch.Tensor]:
-    """LoRA's gradients with the base weights as they are stored, all of it float32 and written out by hand.
-
-    y = W x + b + s B A x, and with DoRA y = m / |W + s B A| (W + s B A) x + b; |.| by rows, a constant to the gradient.
-    """
+    """LoRA's gradients with the base weights as they are stored, all of it float32 and written out by hand. y = W x + b
+    + s B A x, and with DoRA y = m / |W + s B A| (W + s B A) x + b; |.| by rows, a constant to the gradient."""
     leaves = {n: p.detach().float().requires_grad_(True) for n, p in lora_parameters(model).items() if p.requires_grad}
 
     def adapted(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -210,14 +208,12 @@ def reference_gradients(model: nn.Module, x: torch.Tensor, direction: torch.Tens
 
 
 def least_decibels(settings: QuantizeSettings, dtype: torch.dtype, lora_dtype: torch.dtype) -> float:
-    """How exact the gradients must be, from what is rounded between the stored weights and a gradient.
-
-    float32: a hundred roundings at 2^-24 leave 130 dB. bfloat16: each rounding to 8 bits of mantissa costs
-    2^-14 / 12 / E[m^2], 56.3 dB; per layer some fifteen lie in the way, forwards (weight, product, both factors, their
-    sum, tanh, norm) and again backwards: sixty leave 38.5 dB. 8-bit products round three factors more: the input of
-    either layer and the gradient that comes back. float8: 3 * 6e-4, 27.4 dB. int8: 3 c^2 / (12 * 127^2) with amax c
-    times the rms of a row, c at most 4 in rows of 64 to 96 values: 36 dB.
-    """
+    """How exact the gradients must be, from what is rounded between the stored weights and a gradient. float32: a
+    hundred roundings at 2^-24 leave 130 dB. bfloat16: each rounding to 8 bits of mantissa costs 2^-14 / 12 / E[m^2],
+    56.3 dB; per layer some fifteen lie in the way, forwards (weight, product, both factors, their sum, tanh, norm) and
+    again backwards: sixty leave 38.5 dB. 8-bit products round three factors more: the input of either layer and the
+    gradient that comes back. float8: 3 * 6e-4, 27.4 dB. int8: 3 c^2 / (12 * 127^2) with amax c times the rms of a row,
+    c at most 4 in rows of 64 to 96 values: 36 dB."""
     limits = [110.0]
     if torch.bfloat16 in (dtype, lora_dtype):
         limits.append(-10 * math.log10(60 * 2**-14 / 12 * 2 * math.log(2) / 3))
