@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from devicebridge.tests.bad_inputs import NO_OBJECT, ODD_FILES, Case, Spoil, Verdict, at, cut, void, writer
+from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from safetensors.torch import load_file, save_file
 
 JSON_FILES = (
     "model/model_index.json", "model/transformer/config.json", "model/vae/config.json",
@@ -102,8 +104,6 @@ def _with_index(index: str, weights: str, content: Any) -> Spoil:
 
 
 def _wider_encoder(folder: Path) -> None:
-    from devicebridge.tests.toy_encoders import save_tiny_text_encoder
-
     shutil.rmtree(folder / "model" / "text_encoder")
     save_tiny_text_encoder(folder / "model", "mistral3", 32, 31, max_length=77)
 
@@ -183,8 +183,6 @@ def header_changer(change: Callable[[Header], object]) -> Spoil:
 
 def tensor_changer(change: Callable[[dict[str, Any]], None]) -> Spoil:
     def spoil(path: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
         tensors = load_file(path)
         change(tensors)
         save_file(tensors, path, metadata={"format": "pt"})

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+import tomlkit
 from devicebridge.config.job import job_keys, job_to_dict
 from devicebridge.config.setting import Key
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -81,8 +82,6 @@ def place_copy(base: Path, place: Path) -> None:
 
 def _write_job(folder: Path, values: Mapping[str, Any]) -> None:
     """Sections that are none come first in TOML, else they would be keys of the section before."""
-    import tomlkit
-
     ordered = sorted(values.items(), key=lambda item: isinstance(item[1], dict))
     plain = {
         name: {key: each for key, each in section.items() if each is not None} if isinstance(section, dict) else section

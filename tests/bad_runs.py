@@ -23,6 +23,7 @@ from devicebridge.tests.bad_inputs import (
     void,
     writer,
 )
+from PIL import Image, ImageCms
 
 
 def dataset_cases() -> Iterator[Case]:
@@ -81,8 +82,6 @@ def _in_sub_folders(*, is_beside: bool) -> Spoil:
 
 def _drawn(name: str, mode: str, size: tuple[int, int] = (40, 64), value: int = 0, **options: Any) -> Spoil:
     def spoil(folder: Path) -> None:
-        from PIL import Image
-
         Image.new(mode, size, value).save(folder / "data" / name, **options)
 
     return spoil
@@ -114,8 +113,6 @@ _NO_IMAGES = {
 
 def _replace_image(save: Callable[[Any, Path], object]) -> Spoil:
     def spoil(folder: Path) -> None:
-        from PIL import Image
-
         path = folder / "data" / "image_1.png"
         with Image.open(path) as image:
             image.load()
@@ -136,8 +133,6 @@ def _cut_image(form: str, share: float) -> Spoil:
 
 def _of_mode(mode: str) -> Spoil:
     def save(image: Any, path: Path) -> None:
-        from PIL import ImageCms
-
         if mode == "LAB":
             profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
             image = ImageCms.applyTransform(image, ImageCms.buildTransform(*profiles, "RGB", "LAB"))

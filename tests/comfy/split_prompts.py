@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import comfy.model_management as management
+import psutil
 import torch
 from devicebridge.tests.comfy.split_cases import CPU, split
 from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting
@@ -116,8 +117,6 @@ def _stopped(host: Host, draw: random.Random, model: Any, kind: Kind) -> str:
 
 def _held(host: Host, models: dict[Kind, Any]) -> dict[str, int]:
     """The most hooks on a module of these models; and when they are gone: threads, files, tensors, modules, memory."""
-    import psutil
-
     parts = [each.model for model in models.values() for each in (model, *getattr(model, "companions", ()))]
     hooks = max(len(each._forward_hooks) + len(each._forward_pre_hooks) for part in parts for each in part.modules())
     del parts

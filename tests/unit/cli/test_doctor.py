@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,18 +76,7 @@ def test_an_untested_version_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert "not tested; tested: 0.42" in doctor.report(doctor.collect())
 
 
-def test_a_split_is_promised_only_with_two_gpus() -> None:
-    gpu = {"name": "cuda:0"}
-    versions = {name: {"found": "1"} for name in TESTED}
-    one = {"versions": versions, "devices": [gpu, {"name": "cpu"}]}
-    two = {"versions": versions, "devices": [gpu, {"name": "cuda:1"}, {"name": "cpu"}]}
-    judges = dict(doctor._FEATURES)
-    assert judges["LoRA training split over GPUs"](one) == "needs two GPUs or more; torch finds 1"
-    assert judges["LoRA training split over GPUs"](two) == ""
-    assert judges["LoRA training on a GPU"](one) == ""
-
-
-def _two_cards(**missing: None) -> dict[str, object]:
+def _two_cards(**missing: None) -> dict[str, Any]:
     versions = {name: {"found": missing.get(name, "1")} for name in TESTED}
     return {"versions": versions, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}, {"name": "cpu"}]}
 
@@ -103,14 +93,15 @@ def test_every_scheme_is_judged_on_every_card(monkeypatch: pytest.MonkeyPatch) -
     assert found == dict.fromkeys(others, "")
 
 
-def test_a_split_model_needs_two_gpus_and_comfyui_but_nothing_for_training() -> None:
+def test_a_split_needs_two_gpus_and_a_split_model_comfyui_but_nothing_for_training() -> None:
     versions = {name: {"found": "1" if name == "torch" else None} for name in TESTED}
-    judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
-    one = {"versions": versions, "devices": [{"name": "cuda:0"}, {"name": "cpu"}], "comfyui": "there"}
-    two = {**one, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}, {"name": "cpu"}]}
-    assert judge(one) == "needs two GPUs or more; torch finds 1"
-    assert judge(two) == ""
-    assert judge({**two, "comfyui": None}).startswith("no ComfyUI was found")
+    judges, two = dict(doctor._FEATURES), _two_cards()
+    judge = judges["Split Model Across GPUs (sampling in ComfyUI)"]
+    sampling, one = {"versions": versions, "comfyui": "there"}, {"devices": two["devices"][1:]}
+    for each, facts in ((judge, two | sampling), (judges["LoRA training split over GPUs"], two)):
+        assert each(facts | one) == "needs two GPUs or more; torch finds 1" and each(facts) == ""
+    assert judges["LoRA training on a GPU"](two | one) == ""
+    assert judge(two | sampling | {"comfyui": None}).startswith("no ComfyUI was found")
 
 
 def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What help pages, the reference of keys and the examples say of settings is what the config says."""
+"""What help pages, the reference of keys and the examples say of settings is what the config says; and of models, what
+the test suite has seen."""
 
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from devicebridge.config.job import job_keys, load_job
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_tables_and_comments_are_up_to_date() -> None:
-    script = ROOT / "scripts" / "settings_tables.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("script", ["settings_tables.py", "families_table.py"])
+def test_tables_and_comments_are_up_to_date(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), "--check"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

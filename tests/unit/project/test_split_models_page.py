@@ -38,3 +38,10 @@ def test_the_number_of_models_that_train_is_true() -> None:
     rows = json.loads((ROOT / "tests" / "assets" / "native_training.json").read_text(encoding="utf-8"))
     found = re.findall(r"\[(\d+) models\]\(docs/families", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert found == [str(sum("newer" not in row for row in rows.values()))]
+
+
+def test_every_class_that_trains_is_on_the_page_of_families() -> None:
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    assert not [row.class_name for row in NATIVE_MODELS if f"`{row.class_name}`" not in page]
+    seen = json.loads((ROOT / "tests" / "assets" / "native_training.json").read_text(encoding="utf-8"))
+    assert not [name for name in seen if f"| {name} |" not in page]
