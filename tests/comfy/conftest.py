@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from devicebridge.tests.comfy.server import Server, start_server
+from devicebridge.tests.comfy.server import ENVIRONMENT, Server, start_server
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui
 
 
@@ -24,6 +24,13 @@ def comfyui() -> Path:
 def server(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_server(comfyui, tmp_path_factory.mktemp("comfy")) as server:
         yield server
+
+
+@pytest.fixture
+def servers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread here, too, and in the servers that a command starts."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from devicebridge.tests.comfy.tiny_checkpoints import (
     _HUNYUAN_VIDEO,
     FAMILIES,
     TinyFamily,
+    _mask,
 )
 from devicebridge.tests.comfy.trained_families import _SD15, _UNET, TRAINED, made_of
 
@@ -35,10 +36,6 @@ def _two_texts(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {**t5, **{name: torch.ones(1, length, dtype=torch.long) for name, length in masks.items()}}
 
 
-def _without_last(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    mask = torch.ones(1, tokens, dtype=torch.long)
-    mask[:, -1] = 0
-    return {"attention_mask": mask}
 
 
 def _reference(frames: tuple[int, ...] = (), *, is_masked: bool = False) -> Any:
@@ -124,7 +121,7 @@ OTHERS: dict[str, TinyFamily] = {
     ),
     "Lens": _of(
         native_cases.LENS, "Lens", "lens", (128, 4, 4), (6, 24), ("transformer_blocks",),
-        more={"in_channels": 128, "out_channels": 32, "num_attention_heads": 4}, options=_without_last,
+        more={"in_channels": 128, "out_channels": 32, "num_attention_heads": 4}, options=_mask,
     ),
     "MageFlow": _of(
         native_cases.MAGE_FLOW, "MageFlow", "mage_flow", (128, 4, 4), (6, 12), ("transformer_blocks",),
@@ -227,7 +224,7 @@ OTHERS: dict[str, TinyFamily] = {
     "Mochi": _of(
         native_cases.MOCHI, "GenmoMochi", "mochi_preview", (12, 2, 4, 4), (5, 16), ("blocks",),
         more={"in_channels": 12, "hidden_size_x": 96, "hidden_size_y": 48, "num_heads": 4, "mlp_ratio_x": 128.0},
-        options=_without_last,
+        options=_mask,
     ),
     "Kandinsky 5 Image": dataclasses.replace(
         _of(

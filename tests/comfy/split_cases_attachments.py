@@ -29,19 +29,13 @@ from devicebridge.families.comfy.registry import find_native
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases_forward import Change, _changed
 from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
 
-Change = Callable[[Any, torch.device], None]
 _KINDS = comfy.patcher_extension.WrappersMP
 _FIRST = {"balance": "manual", "split_at": (1,)}  # nearly everything is on the other card
-
-
-def _changed(model: Any, change: Change, device: torch.device) -> Any:
-    model = model.clone()
-    change(model, device)
-    return model
 
 
 def _compare(case, claim, name, change, *, settings=(_FIRST, {"transport": "relay"}), **options) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import comfy
 import torch
 from devicebridge.tests.comfy.split_cases import Case, case, split
-from devicebridge.tests.comfy.split_cases_weights import _sample_scheduled
+from devicebridge.tests.comfy.split_cases_weights import NAME, _sample_scheduled, _with_loras
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, offloaded_layers
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 from devicebridge.tests.comfy_host import find_gguf_pack
@@ -21,7 +21,6 @@ from devicebridge.tests.emulated import EmulatedTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 FILES = [("flux1", "flux", kind) for kind in ("Q8_0", "Q4_0", "Q4_K", "F16")] + [("wan", "wan", "Q8_0")]
-NAME = "flux1"
 
 
 @functools.cache
@@ -68,12 +67,6 @@ def _load(host: Host, name: str = NAME, kind: str = "Q8_0", node: str = "UnetLoa
         architecture = next(architecture for family, architecture, _ in FILES if family == name)
         tiny_gguf.save_gguf(FAMILIES[name], host.folder / file, architecture, kind)
     return loader.load_unet(file, **choices)[0]
-
-
-def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
-    for seed in seeds:
-        model = host.lora(model, name, seed)
-    return model
 
 
 def _references(host: Host, *loras: tuple[int, ...], kind: str = "Q8_0") -> dict[tuple[int, ...], torch.Tensor]:

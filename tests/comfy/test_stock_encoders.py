@@ -13,14 +13,14 @@ from devicebridge.encoding.key import comfy_latent_key, comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs
-from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
+from devicebridge.tests.comfy.server import ROOT, Finished, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("servers_environment")]
 
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 CASES = [
@@ -30,12 +30,6 @@ CASES = [
 ]  # fmt: skip
 SIDE = 32
 _BEHIND_THE_CACHE = ("DeviceBridgeTrainLora", "SaveLoRA", "LossGraphNode")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("case", CASES)

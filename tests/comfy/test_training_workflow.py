@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from devicebridge.headless import run as headless
-from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
+from devicebridge.tests.comfy.server import ROOT, Finished, Messages, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import allow_folders
@@ -20,7 +20,7 @@ from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeli
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("servers_environment")]
 
 EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
@@ -74,13 +74,6 @@ def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
         **{f"TrainLora.{name}": value for name, value in train.items()},
     }
     return {f"DeviceBridge{name}": value for name, value in values.items()}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the servers that headless.run_workflow starts."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
