@@ -188,7 +188,6 @@ _TENSOR = (
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
-        attributes={"attn.heads": "heads"},
     ),
     TensorPlan(
         block="FluxSingleTransformerBlock",
@@ -200,7 +199,6 @@ _TENSOR = (
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
-        attributes={"attn.heads": "heads"},
     ),
 )
 

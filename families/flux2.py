@@ -203,7 +203,6 @@ _TENSOR = (
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
-        attributes={"attn.heads": "heads"},
     ),
     TensorPlan(
         block="Flux2SingleTransformerBlock",

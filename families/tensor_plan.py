@@ -59,7 +59,7 @@ class TensorPlan:
         width: the attribute that has heads times features per head; "" where head_dim says the latter.
         attributes: pattern of an attribute that holds a number -> what it counts; each device gets its share of the
             number. A name that is no unit is that of a linear: the number is that of all its features that are of no
-            head.
+            head. {} for num_heads and num_kv_heads.
         norms: patterns of RMS norms over all heads: their weight is divided, their mean square summed over devices.
         num_kv_heads: the attribute that has the number of heads of keys and values; "" if there are as many.
         block: pattern of the name of the block's class.
@@ -80,6 +80,10 @@ class TensorPlan:
     arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     decided: tuple[str, ...] = ()
     head_dim: str = ""
+
+    def __post_init__(self) -> None:
+        numbers = {self.num_heads: "heads", **({self.num_kv_heads: "kv_heads"} if self.num_kv_heads else {})}
+        object.__setattr__(self, "attributes", self.attributes or numbers)
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""

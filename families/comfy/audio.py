@@ -63,7 +63,6 @@ MINIMAX_MUSIC_3 = (
         ),
         num_heads="self_attn.num_heads",
         width="self_attn.to_out.in_features",
-        attributes={"self_attn.num_heads": "heads"},
     ),
 )
 

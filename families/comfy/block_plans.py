@@ -29,7 +29,6 @@ FLUX = (
         ),
         num_heads="num_heads",
         width="hidden_size",
-        attributes={"num_heads": "heads"},
     ),
     TensorPlan(
         block="SingleStreamBlock",
@@ -57,7 +56,6 @@ QWEN_IMAGE = (
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
-        attributes={"attn.heads": "heads"},
     ),
 )
 
@@ -92,7 +90,6 @@ NEXT_DIT = (
         num_heads="attention.n_local_heads",
         num_kv_heads="attention.n_local_kv_heads",
         width="attention.out.in_features",
-        attributes={"attention.n_local_heads": "heads", "attention.n_local_kv_heads": "kv_heads"},
     ),
 )
 
@@ -109,7 +106,6 @@ LENS = (
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
-        attributes={"attn.heads": "heads"},
     ),
 )
 
@@ -129,7 +125,6 @@ HIDREAM = (
         ),
         num_heads="block.attn1.heads",
         width="block.attn1.inner_dim",
-        attributes={"block.attn1.heads": "heads"},
         norms=("block.attn1.[qk]_rms_norm*",),
         decided=("block.ff_i.gate",),
     ),
@@ -147,7 +142,6 @@ AURA_FLOW = (
         ),
         num_heads="attn.n_heads",
         width="attn.w1q.out_features",
-        attributes={"attn.n_heads": "heads"},
     ),
 )
 
@@ -165,7 +159,6 @@ OMNIGEN_2 = (
         num_heads="attn.heads",
         num_kv_heads="attn.kv_heads",
         width="attn.to_q.out_features",
-        attributes={"attn.heads": "heads", "attn.kv_heads": "kv_heads"},
     ),
 )
 
@@ -203,7 +196,6 @@ JOY_IMAGE = (
         ),
         num_heads="attn.num_attention_heads",
         width="attn.img_attn_proj.in_features",
-        attributes={"attn.num_attention_heads": "heads"},
     ),
 )
 
@@ -220,7 +212,6 @@ QWEN_IMAGE_21 = (
         ),
         num_heads="attn.heads",
         width="attn.to_out.0.in_features",
-        attributes={"attn.heads": "heads"},
     ),
 )
 
@@ -238,7 +229,6 @@ KREA_2 = (
         num_heads="attn.heads",
         num_kv_heads="attn.kvheads",
         width="attn.wq.out_features",
-        attributes={"attn.heads": "heads", "attn.kvheads": "kv_heads"},
     ),
 )
 
@@ -253,7 +243,6 @@ ERNIE_IMAGE = (
         ),
         num_heads="self_attention.heads",
         width="self_attention.inner_dim",
-        attributes={"self_attention.heads": "heads"},
     ),
 )
 
@@ -268,7 +257,6 @@ IDEOGRAM_4 = (
         ),
         num_heads="attention.num_heads",
         width="attention.hidden_size",
-        attributes={"attention.num_heads": "heads"},
     ),
 )
 
@@ -284,7 +272,6 @@ PIXEL_DIT = (
         ),
         num_heads="attn.num_heads",
         width="attn.proj_x.in_features",
-        attributes={"attn.num_heads": "heads"},
     ),
 )
 
@@ -381,7 +368,6 @@ MOCHI = (
         ),
         num_heads="attn.num_heads",
         width="attn.dim_x",
-        attributes={"attn.num_heads": "heads"},
         arguments={"attn": {"rope_cos": 1, "rope_sin": 1}},
     ),
 )
@@ -412,7 +398,6 @@ COG_VIDEO_X = (
         ),
         num_heads="num_heads",
         width="dim",
-        attributes={"num_heads": "heads"},
     ),
 )
 
@@ -427,7 +412,6 @@ MINIMAX_H3 = (
         ),
         num_heads="attn.heads",
         width="attn.out_proj.in_features",
-        attributes={"attn.heads": "heads"},
     ),
 )
 
@@ -442,6 +426,5 @@ SEEDVR_2 = (
         ),
         num_heads="attn.heads",
         head_dim="attn.head_dim",
-        attributes={"attn.heads": "heads"},
     ),
 )

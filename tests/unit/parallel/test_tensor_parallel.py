@@ -62,7 +62,6 @@ PLANS = (
         ),
         num_heads="attn.num_heads",
         width="width",
-        attributes={"attn.num_heads": "heads"},
         norms=("attn.norm_?",),
     ),
 )
