@@ -44,9 +44,8 @@ def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Ite
     def load() -> None:
         nonlocal is_loaded
         if not is_loaded:
-            _log_memory(f"loading {source.name} for up to {what}", source.device)
+            logger.info("loading %s for up to %s", source.name, what)
             source.load()
-            _log_memory(f"loaded {source.name}", source.device)
             on_begin()
             is_loaded = True
 
@@ -58,7 +57,6 @@ def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Ite
         device = torch.device(source.device)
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
-        _log_memory(f"freed {source.name}", device)
 
 
 def fill(
@@ -142,14 +140,3 @@ def _encode(
     yield from ((key, entry) for key, (entry, problem) in found.items() if not problem)
     if problems := [problem for _, problem in found.values() if problem]:
         raise RuntimeError("\n".join([*problems, f"all {source.what} encoded until then are kept"]))
-
-
-def _log_memory(what: str, device: torch.device | str) -> None:
-    """One line with what this process holds in host memory and, of tensors, on the device."""
-    import psutil
-
-    held = f"{psutil.Process().memory_info().rss / 1e9:.2f} GB"
-    device = torch.device(device)
-    if device.type in {"cuda", "xpu"}:
-        held += f" and {torch.get_device_module(device).memory_allocated(device) / 1e9:.2f} GB on {device}"
-    logger.info("%s; %s in use by this process", what, held)

@@ -18,7 +18,7 @@ import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -272,26 +272,53 @@ def machine_speed(devices: Sequence[torch.device]) -> MachineSpeed:
 
     Raises: what a card raises where it has no memory for the measurement.
     """
-    key, path = _machine_key(devices), speed_file(devices)
-    try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
-        if entry["key"] == json.loads(json.dumps(key)):  # as JSON gives it back
-            return pydantic.TypeAdapter(MachineSpeed).validate_python(entry["value"])
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("%s cannot be used (%s); it is measured again", path, first_line(error))
-    found = measure_machine(devices)
-    try:
-        write_atomically(path, json.dumps({"key": key, "value": asdict(found)}, indent=2).encode("utf-8"))
-    except OSError as error:
-        _log.warning("a measurement is not kept: %s", error)
+    kept = Kept("", _machine_key(devices), MachineSpeed)
+    found: MachineSpeed | None = kept.read()
+    if found is None:
+        found = measure_machine(devices)
+        kept.write(found)
     return found
+
+
+class Kept:
+    """A file beside others that were measured or proved on this machine.
+
+    Args:
+        key: everything that the value depends on. kind: of the value, as pydantic takes it.
+    """
+
+    def __init__(self, prefix: str, key: Mapping[str, Any], kind: Any) -> None:
+        self._prefix, self._kind = prefix, kind
+        self._key = json.loads(json.dumps(key))  # as JSON gives it back
+
+    @property
+    def path(self) -> Path:
+        name = f"{self._prefix}{settings_fingerprint(self._key)[:24]}.json"
+        return user_cache_folder() / "calibration" / name
+
+    def read(self) -> Any:
+        """None where nothing is kept, or nothing that can be used."""
+        try:
+            entry = json.loads(self.path.read_bytes())
+            if entry["key"] == self._key:
+                return pydantic.TypeAdapter(self._kind).validate_python(entry["value"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s cannot be used (%s); it is made again", self.path, first_line(error))
+        return None
+
+    def write(self, value: Any) -> None:
+        plain = pydantic.TypeAdapter(self._kind).dump_python(value, mode="json")
+        try:
+            write_atomically(self.path, json.dumps({"key": self._key, "value": plain}, indent=2).encode("utf-8"))
+        except OSError as error:
+            _log.warning("%s is not kept: %s", self.path, error)
 
 
 def speed_file(devices: Sequence[torch.device]) -> Path:
     """Where the measurement of these cards lies, or would."""
-    return user_cache_folder() / "calibration" / f"{settings_fingerprint(_machine_key(devices))[:24]}.json"
+    return Kept("", _machine_key(devices), MachineSpeed).path
 
 
 def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:

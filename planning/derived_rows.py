@@ -7,22 +7,18 @@ signature of inputs, since a derived row knows only inputs that it was shown.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
 
-from ..checkpoints.fingerprint import settings_fingerprint
-from ..events import first_line
 from ..families.token_plan import TokenPlan
-from ..system.files import user_cache_folder, write_atomically
+from .cards import Kept
 
-_log = logging.getLogger(__name__)
-_VERSION = 1  # of the proof; raise it when more has to be proved
+_VERSION = 2  # of the proof; raise it when more has to be proved
 _NAMES = re.compile(r'[\w.=@+?/~:" {}\[\],-]{0,40000}')  # and paths of arguments, as JSON
 _STRICT = pydantic.ConfigDict(extra="forbid")
 
@@ -47,32 +43,19 @@ class Verdict:
     has_gradients: bool = False
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
-class _File:
-    key: dict[str, Any]
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-
-
 class DerivedRows:
     """The file of one class. Args: key: everything that its rows depend on but the inputs."""
 
     def __init__(self, key: Mapping[str, Any]) -> None:
-        self._key = json.loads(json.dumps({**key, "version": _VERSION}))
+        self._kept = Kept("rows-", {**key, "version": _VERSION}, dict[str, Verdict])
 
     @property
     def path(self) -> Path:
-        return user_cache_folder() / "calibration" / f"rows-{settings_fingerprint(self._key)[:24]}.json"
+        return self._kept.path
 
     def verdicts(self) -> dict[str, Verdict]:
         """By signature of inputs; {} where nothing is kept, or nothing that can be used."""
-        try:
-            found = pydantic.TypeAdapter(_File).validate_json(self.path.read_bytes())
-            return dict(found.verdicts) if found.key == self._key else {}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            _log.warning("%s cannot be used (%s); its rows are derived again", self.path, first_line(error))
-            return {}
+        return self._kept.read() or {}
 
     def keep(self, signature: str, verdict: Verdict) -> None:
         """Beside what is there for other inputs. What was refused stays so, and so do compared gradients of a row."""
@@ -80,10 +63,5 @@ class DerivedRows:
         if (before := there.get(signature)) is not None:
             has_gradients = verdict.has_gradients or (before.row == verdict.row and before.has_gradients)
             verdict = before if before.row is None else replace(verdict, has_gradients=has_gradients)
-        if verdict == before:
-            return
-        held = _File(self._key, {**there, signature: verdict})
-        try:
-            write_atomically(self.path, json.dumps(asdict(held), indent=2).encode("utf-8"))
-        except OSError as error:
-            _log.warning("a derived row is not kept: %s", error)
+        if verdict != before:
+            self._kept.write({**there, signature: verdict})

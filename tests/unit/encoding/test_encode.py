@@ -2,11 +2,8 @@
 
 import dataclasses
 import gc
-import logging
 import os
-import re
 import shutil
-import types
 import weakref
 
 import diffusers
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.data.image import ImageRequest, read_pixels
-from devicebridge.encoding import encode, sources
+from devicebridge.encoding import sources
 from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
 from devicebridge.encoding.streamed_encoder import StreamPlan
@@ -371,14 +368,6 @@ def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_p
     monkeypatch.setattr(TextEncoder, "_encode_together", together)
     keys = encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
     assert all(torch.isfinite(store.get(key)[T5.output]).all() for key in keys.values())
-
-
-def test_the_log_says_what_a_card_holds(monkeypatch, caplog):
-    card = types.SimpleNamespace(memory_allocated=lambda device: 3 * 10**9)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
-    with caplog.at_level(logging.INFO, logger=encode.logger.name):
-        encode._log_memory("freed VAE", "cuda:0")
-    assert re.fullmatch(r"freed VAE; \d+\.\d\d GB and 3\.00 GB on cuda:0 in use by this process", caplog.messages[0])
 
 
 def test_latents_that_are_not_finite_are_refused(vae_folder, images, tmp_path):
