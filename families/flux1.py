@@ -186,7 +186,6 @@ _TENSOR = (
             *mlp_plan("ff.net.0.proj", "ff.net.2"),
             *mlp_plan("ff_context.net.0.proj", "ff_context.net.2"),
         ),
-        num_heads="attn.heads",
         width="attn.inner_dim",
     ),
     TensorPlan(
@@ -197,7 +196,6 @@ _TENSOR = (
             Divided("proj_mlp", "column", FEATURES, into="proj_out"),
             Divided("proj_out", "row", ("heads", "features")),
         ),
-        num_heads="attn.heads",
         width="attn.inner_dim",
     ),
 )

@@ -201,7 +201,6 @@ _TENSOR = (
             *mlp_plan("ff.linear_in", "ff.linear_out"),
             *mlp_plan("ff_context.linear_in", "ff_context.linear_out"),
         ),
-        num_heads="attn.heads",
         width="attn.inner_dim",
     ),
     TensorPlan(
@@ -210,7 +209,6 @@ _TENSOR = (
             Divided("attn.to_qkv_mlp_proj", "column", (*QKV, "features"), into="attn.to_out"),
             Divided("attn.to_out", "row", ("heads", "features")),
         ),
-        num_heads="attn.heads",
         width="attn.inner_dim",
         attributes={"attn.heads": "heads", "attn.inner_dim": "heads", "attn.mlp_hidden_dim": "attn.to_out"},
     ),

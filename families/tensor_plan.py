@@ -71,7 +71,7 @@ class TensorPlan:
     """
 
     linears: tuple[Divided, ...]
-    num_heads: str
+    num_heads: str = "attn.heads"
     width: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     norms: tuple[str, ...] = ()

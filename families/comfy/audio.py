@@ -12,7 +12,6 @@ ACE_STEP = (
             Divided("*attn.to_[qkv]", "column", HEADS),
             Divided("*attn.to_out.0", "row", HEADS),
         ),
-        num_heads="attn.heads",
         width="attn.inner_dim",
         attributes={"*attn.heads": "heads"},
     ),

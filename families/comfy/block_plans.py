@@ -54,7 +54,6 @@ QWEN_IMAGE = (
             *mlp_plan("txt_mlp.net.0.proj", "txt_mlp.net.2"),
             Divided("*_mod.1", "gathered", FEATURES),  # a third of the model's weights
         ),
-        num_heads="attn.heads",
         width="attn.inner_dim",
     ),
 )
@@ -104,7 +103,6 @@ LENS = (
             *mlp_plan("txt_mlp.w[13]", "txt_mlp.w2"),
             Divided("*_mod.1", "gathered", FEATURES),
         ),
-        num_heads="attn.heads",
         width="attn.inner_dim",
     ),
 )
@@ -156,7 +154,6 @@ OMNIGEN_2 = (
             *mlp_plan("feed_forward.linear_[13]", "feed_forward.linear_2"),
             Divided("norm1.linear", "gathered", FEATURES),
         ),
-        num_heads="attn.heads",
         num_kv_heads="attn.kv_heads",
         width="attn.to_q.out_features",
     ),
@@ -210,7 +207,6 @@ QWEN_IMAGE_21 = (
             Divided("img_mlp.proj", "column", FEATURES),
             Divided("img_mlp.out", "row", FEATURES, sum_after="img_mlp"),
         ),
-        num_heads="attn.heads",
         width="attn.to_out.0.in_features",
     ),
 )
@@ -226,7 +222,6 @@ KREA_2 = (
             Divided("mlp.gate", "column", FEATURES, into="mlp.down"),
             *mlp_plan("mlp.up", "mlp.down"),
         ),
-        num_heads="attn.heads",
         num_kv_heads="attn.kvheads",
         width="attn.wq.out_features",
     ),
@@ -410,7 +405,6 @@ MINIMAX_H3 = (
             *mlp_plan("mlp.fc1", "mlp.fc2", sum_after="mlp"),
             Divided("adaln_proj.linear", "gathered", FEATURES),
         ),
-        num_heads="attn.heads",
         width="attn.out_proj.in_features",
     ),
 )
@@ -424,7 +418,6 @@ SEEDVR_2 = (
             Divided("mlp.*.proj_in*", "column", FEATURES),
             Divided("mlp.*.proj_out", "row", FEATURES),
         ),
-        num_heads="attn.heads",
         head_dim="attn.head_dim",
     ),
 )
