@@ -7,7 +7,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +72,15 @@ def run_workflow(
         on_progress(f"starting ComfyUI in {installed.folder}")
         with start_server(installed, Path(scratch), server_arguments) as server:
             server.wait_until_ready()
-            run = ClientRun(on_progress)
             with tell_lines(server.log, on_progress):
-                exit_code = run.run(client, workflow, server.port, timeout_s)
+                exit_code, message = run_client(client, workflow, server.port, timeout_s, on_progress)
             if exit_code in {STOPPED, TIMED_OUT}:
                 on_progress("cancelling; waiting until the state is saved")
                 server.cancel_and_wait()
             outputs = server.find_outputs()
         if exit_code in {0, STOPPED}:
             server.log.unlink(missing_ok=True)
-        return RunResult(exit_code, outputs, run.message, server.log if server.log.exists() else None)
+        return RunResult(exit_code, outputs, message, server.log if server.log.exists() else None)
 
 
 def read_workflow(path: Path) -> dict[str, Any]:
@@ -161,56 +160,46 @@ _SILENCE_TIMEOUT_S = 24 * 3600  # loading a large model says nothing for long
 _PROGRESS_INTERVAL_S = 2.0
 
 
-@dataclass
-class ClientRun:
-    """One run of a workflow; message says what went wrong."""
+def run_client(
+    client: Path, workflow: Path, port: int, timeout_s: float | None, on_progress: Callable[[str], object]
+) -> tuple[int, str]:
+    """Queue the workflow and follow it; comfy-cli's exit code, 124 after timeout_s, 130 on Ctrl-C, and what failed."""
+    command: list[str | Path] = [client, "--skip-prompt", "run", "--json", "--where", "local", "--wait"]
+    command += ["--workflow", workflow, "--host", HOST, "--port", str(port), "--timeout", str(_SILENCE_TIMEOUT_S)]
+    is_late, titles, lines, message = threading.Event(), dict[str, str](), NowAndThen(_PROGRESS_INTERVAL_S), ""
 
-    on_progress: Callable[[str], object]
-    message: str = ""
-    _titles: dict[str, str] = field(default_factory=dict)
-    _lines: NowAndThen = field(default_factory=lambda: NowAndThen(_PROGRESS_INTERVAL_S))
-
-    def run(self, client: Path, workflow: Path, port: int, timeout_s: float | None) -> int:
-        """Queue the workflow and follow it; returns comfy-cli's exit code, 124 after timeout_s, 130 on Ctrl-C."""
-        command: list[str | Path] = [client, "--skip-prompt", "run", "--json", "--where", "local", "--wait"]
-        command += ["--workflow", workflow, "--host", HOST, "--port", str(port), "--timeout", str(_SILENCE_TIMEOUT_S)]
-        is_late = threading.Event()
-        with processes.start(command, environment=QUIET) as process:
-
-            def give_up() -> None:
-                is_late.set()
-                process.terminate()
-
-            timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, give_up)
-            timer.daemon = True
-            timer.start()
-            try:
-                exit_code = process.each_line(self.read)
-            except KeyboardInterrupt:
-                self.message = "cancelled"
-                return STOPPED
-            finally:
-                timer.cancel()
-        if is_late.is_set():
-            self.message = f"cancelled: not done after {timeout_s:.0f} s"
-            return TIMED_OUT
-        return exit_code
-
-    def read(self, line: str) -> None:
-        """One line of comfy-cli's output: an event as JSON, or something else."""
+    def read(line: str) -> None:
+        nonlocal message
         try:
             event = json.loads(line)
         except json.JSONDecodeError:
             return
         kind = event.get("type") if isinstance(event, dict) else None
         if kind == "executing":
-            self._titles[event["node"]] = event["title"]
-            self.on_progress(event["title"])
-        elif kind == "progress" and self._lines.is_due(event["completed"], event["total"]):
-            title = self._titles.get(event["node"], event["node"])
-            self.on_progress(f"{title} {event['completed']}/{event['total']}")
+            titles[event["node"]] = event["title"]
+            on_progress(event["title"])
+        elif kind == "progress" and lines.is_due(event["completed"], event["total"]):
+            title = titles.get(event["node"], event["node"])
+            on_progress(f"{title} {event['completed']}/{event['total']}")
         elif kind == "envelope" and event.get("error"):
-            self.message = _describe_error(event["error"])
+            message = _describe_error(event["error"])
+
+    with processes.start(command, environment=QUIET) as process:
+
+        def give_up() -> None:
+            is_late.set()
+            process.terminate()
+
+        timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            exit_code = process.each_line(read)
+        except KeyboardInterrupt:
+            return STOPPED, "cancelled"
+        finally:
+            timer.cancel()
+    return (TIMED_OUT, f"cancelled: not done after {timeout_s:.0f} s") if is_late.is_set() else (exit_code, message)
 
 
 def _describe_error(error: Mapping[str, Any]) -> str:

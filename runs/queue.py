@@ -43,11 +43,6 @@ JobState = Literal["waiting", "starting", "failed"]
 Held = Mapping[str, str]  # card -> who holds it, as a sentence's end
 
 
-def nothing_held() -> Held:
-    """Of a program that keeps no model on any card."""
-    return {}
-
-
 def _may_start_nothing(job: JobConfig) -> None:
     """Of a program that only looks at a queue."""
     raise ValueError("trainings in the background are started by ComfyUI alone")
@@ -95,7 +90,7 @@ class JobQueue:
         store: RunStore,
         folder: Path,
         check: Callable[[JobConfig], None] = _may_start_nothing,
-        others: Callable[[], Held] = nothing_held,
+        others: Callable[[], Held] = dict,
         native: Sequence[str] = (),
     ) -> None:
         self.store = store

@@ -20,7 +20,7 @@ from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
 from devicebridge.runs.api import News
 from devicebridge.runs.progress import Progress, thinned
-from devicebridge.runs.queue import MEMORY, JobQueue, explain, nothing_held
+from devicebridge.runs.queue import MEMORY, JobQueue, explain
 from devicebridge.runs.record import read_record, recorded_run, run_lock
 from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints, settings_of
 from devicebridge.system.locks import is_locked, take_claim
@@ -340,7 +340,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             os.kill(mark.pid, 9)
 
 
-def _queue(root: Path, others: Any = nothing_held) -> JobQueue:
+def _queue(root: Path, others: Any = dict) -> JobQueue:
     return JobQueue(RunStore(root), root / ".user" / MEMORY, lambda job: None, others)
 
 
