@@ -454,6 +454,25 @@ def test_a_dataset_of_clips_holds_what_its_sockets_say(nodes: ModuleType, host: 
             _dataset(nodes, **changes)
 
 
+def test_a_folder_of_folders_with_json_is_taken_and_said_with_counts(nodes, host):
+    for name in ("10_dog/a.png", "10_dog/b.png", "cat/a.png"):
+        (host.root / "input" / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((64, 64), 9).convert("RGB").save(host.root / "input" / "pets" / name)
+    (host.root / "input/pets/captions.json").write_text('{"10_dog/a": ["x, y", "z"], "cat/a.png": "w"}')
+    given = {"folder": "pets", "evaluation_folder": "[none]", "resolutions": "32", "shuffle_tags": True, "keep_tags": 1}
+    (dataset,) = nodes.dataset.TrainingDatasetNode.execute(**given, tag_variants=2).args
+    assert (dataset.data.shuffle_tags, dataset.data.keep_tags, dataset.data.tag_variants) == (True, 1, 2)
+    assert host.texts[-1].splitlines()[:3] == [
+        "21 samples per epoch",
+        "captions: 2 from captions.json, 1 from their folder; "
+        "4 different texts, up to 4 of an image, of which each step draws one",
+        "folders: 10_dog (2, 20 per epoch), cat (1, 1 per epoch)",
+    ]
+    state = nodes.dataset.TrainingDatasetNode.fingerprint_inputs(**given)
+    (host.root / "input/pets/cat/a.txt").write_text("new")
+    assert nodes.dataset.TrainingDatasetNode.fingerprint_inputs(**given) != state
+
+
 def test_an_unreadable_image_is_refused_by_name(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
     (_make_images(host.root / "input/dogs") / "broken.png").write_bytes(b"no picture")
     with pytest.raises(ValueError, match="broken.png"):
