@@ -179,9 +179,7 @@ def _repeated_folders(root: Path) -> list[dict[str, Any]]:
     """kohya's folders, <repeats>_<name>: the name is the caption of images without one. Else the folder itself."""
     inner = sorted(root.iterdir()) if root.is_dir() else []
     matches = [(each, _REPEATED.fullmatch(each.name)) for each in inner if each.is_dir()]
-    found = [
-        {"path": str(each), "repeats": max(int(m[1]), 1), "caption": m[2].replace("_", " ")} for each, m in matches if m
-    ]
+    found = [{"path": str(each), "repeats": max(int(m[1]), 1), "caption": m[2]} for each, m in matches if m]
     return found or [{"path": str(root)}]
 
 

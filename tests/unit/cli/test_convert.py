@@ -271,7 +271,7 @@ WHOLE = {
         "data.caption_dropout": 0.1, "data.resolutions": (627,), "samples.every_steps": 100,
         "samples.prompts": ("a cat on a mat", "a dog"), "lora.text_encoder": False,
         "data.folders.path": ["{0}/images/10_my_cat", "{0}/images/2_dog"], "data.folders.repeats": [10, 2],
-        "data.folders.caption": ["my cat", "dog"],
+        "data.folders.caption": ["my_cat", "dog"],
     },
     "musubi": {
         "model.path": "{0}/model", "lora.rank": 16, "lora.alpha": 8.0, "optimizer.learning_rate": 2e-4,
@@ -465,7 +465,7 @@ def test_a_file_of_a_dataset_becomes_a_job_without_a_model(folder, trainer):
 def test_folders_of_kohya_are_given_without_a_file(folder, capsys):
     assert main(["convert", str(folder / "images"), "--model", str(folder / "model")]) == 0
     out = capsys.readouterr().out
-    assert 'path = "' + str(folder / "images" / "10_my_cat") in out and "repeats = 10" in out and '"my cat"' in out
+    assert 'path = "' + str(folder / "images" / "10_my_cat") in out and "repeats = 10" in out and '"my_cat"' in out
     assert "To be filled in: train.steps" in out and "To be filled in: model.path" not in out
 
 
