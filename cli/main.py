@@ -228,8 +228,8 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--bench",
         action="store_true",
-        help="measure, in about a minute and without a model file, how fast GPUs and their links are, and blocks of "
-        "three models with random weights over them; prints a row for the table in docs/benchmarks.md",
+        help="measure, in about a minute, in ComfyUI and without a model file, how fast GPUs and their links are, and "
+        "blocks of three models with random weights over them; prints a row for the table in docs/benchmarks.md",
     )
     command.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
     command.add_argument("--python", type=Path, help=python)

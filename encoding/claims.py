@@ -10,15 +10,13 @@ holder may have removed it, so a lock counts only while the file still has its n
 
 Where there are no locks at all, one warning says so: the store stays whole (see store.py), but work may be done twice.
 
-A run that is under way keeps a list of the entries that it reads beside such a lock, so that pruning spares them. A
-list whose lock is free is left over and goes. Until a run knows its entries, while it computes them, all are spared.
-Where the folder cannot be written nobody prunes it either, and nothing is listed.
+A run that is under way holds such a lock, too, and pruning spares all entries meanwhile. Where the folder cannot be
+written nobody prunes it either, and nothing is locked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 import uuid
@@ -26,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 
-from ..system.files import expect, read_json_object, remove_leftovers, write_atomically
 from ..system.locks import Claim, NoLocks, open_lock, take_claim
 from .store import CacheStore, unwritable
 
@@ -136,74 +133,36 @@ def claimed_batches(
             time.sleep(POLL_S)
 
 
-_RUNS, _LIST = ".runs", ".json"
+_RUNS = ".runs"
 
 
 @contextmanager
-def living_run(store: CacheStore) -> Iterator[Callable[[Iterable[str]], None]]:
-    """Keep pruning from the store's entries inside; what killed runs have left in the store is deleted first.
-
-    Yields: a function to say which entries the run reads; until then all are spared.
-    """
-    name = uuid.uuid4().hex
-    folder = store.folder / _RUNS
+def living_run(store: CacheStore) -> Iterator[None]:
+    """Keep pruning from the store's entries inside; what killed runs have left in the store is deleted first."""
+    folder, claim = store.folder / _RUNS, None
     try:
-        _sweep(store)
-        claim = take_claim(folder / f"{name}{_SUFFIX}")
+        has_living_runs(store)
+        claim = take_claim(folder / f"{uuid.uuid4().hex}{_SUFFIX}")
     except OSError as error:
         logger.debug("runs are not listed in %s: %s", store.folder, error)
-        claim = None
-    if claim is None:
-        yield lambda keys: None
-        return
-    file = folder / f"{name}{_LIST}"
-
-    def needs(keys: Iterable[str]) -> None:
-        try:
-            write_atomically(file, json.dumps({"keys": sorted(keys)}).encode())
-        except OSError as error:
-            logger.warning("all cache entries are kept from pruning while this runs: %s", error)
-
     try:
-        yield needs
+        yield
     finally:
-        with contextlib.suppress(OSError):
-            file.unlink()
-        claim.release()
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # of the last of them
+        if claim is not None:
+            claim.release()
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # of the last of them
 
 
-def living_keys(store: CacheStore) -> set[str] | None:
-    """Entries that living runs read; None if one of them may read any.
+def has_living_runs(store: CacheStore) -> bool:
+    """Whether runs may read the store; what killed ones have left in it is deleted.
 
     Raises: OSError if the folder cannot be read or written.
     """
-    found: set[str] = set()
-    for name in _sweep(store):
-        try:
-            keys = expect(read_json_object(store.folder / _RUNS / f"{name}{_LIST}").get("keys"), list, "keys")
-        except (OSError, ValueError):
-            return None
-        found.update(keys)
-    return found
-
-
-def _sweep(store: CacheStore) -> list[str]:
-    """Delete what killed runs have left; names of those that live."""
     if not store.folder.is_dir():
-        return []
+        return False
     Claims(store).remove_left()
-    folder = store.folder / _RUNS
-    living = []
-    for lock in sorted(folder.glob(f"*{_SUFFIX}")):
-        claim = take_claim(lock)
-        if claim is None:
-            living.append(lock.stem)
-            continue
-        with contextlib.suppress(OSError):
-            lock.with_suffix(_LIST).unlink()
+    claims = list(map(take_claim, (store.folder / _RUNS).glob(f"*{_SUFFIX}")))
+    for claim in filter(None, claims):
         claim.release()
-    if not living:
-        remove_leftovers(folder)
-    return living
+    return not all(claims)

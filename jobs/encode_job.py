@@ -16,7 +16,7 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
-from ..encoding.claims import living_keys
+from ..encoding.claims import has_living_runs
 from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyConditions, ComfyLatents
 from ..encoding.encode import NONE_OUTDATED, fill, never
@@ -387,11 +387,11 @@ def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> li
         pruned.setdefault(folder, Pruned(folder)).jobs.append(name)
     for folder, result in pruned.items():
         store = CacheStore(folder)
-        living = living_keys(store)  # before the entries are looked at
+        is_read = has_living_runs(store)  # before the entries are looked at
         for key in list(store.keys()):
             if key in needed:
                 result.kept += 1
-            elif living is None or key in living:
+            elif is_read:
                 result.spared += 1
             else:
                 result.num_bytes += store.remove(key)

@@ -226,14 +226,13 @@ def _train(
     ranks: Ranks,
 ) -> TrainingResult:
     """Encode, assemble, train, and write the LoRA file."""
-    with living_run(cache_store(plan.job)) as needs, ExitStack() as cleanup:
+    with living_run(cache_store(plan.job)), ExitStack() as cleanup:
         try:
             data = cached_once(bool(plan.encoded), ranks, lambda: cache_job(plan, events, ranks.is_stop_asked))
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", resume_hint=hint)
-        needs({key for samples in filter(None, data) for key in samples.keys()})  # noqa: SIM118 - no mapping
         cleanup.enter_context(ranks.doing(is_long=True))  # around steps, pictures and saves, which have other limits
         trainer = build_trainer(plan, identity, data, events, cleanup, ranks)
         with own_random_states(trainer.devices, plan.job.train.seed):  # dropout draws from them

@@ -17,9 +17,11 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+import pydantic
 
 from ..config.job import JobConfig, Resume, job_to_dict, make_job, resume_flags
 from ..system.files import expect, read_json_object, write_atomically
@@ -48,7 +50,7 @@ def _may_start_nothing(job: JobConfig) -> None:
     raise ValueError("trainings in the background are started by ComfyUI alone")
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class QueuedJob:
     """A training that waits, or that was started and has not appeared in its run's record yet.
 
@@ -73,6 +75,9 @@ class QueuedJob:
     process: ProcessMark | None = None
     message: str = ""
     is_stopped: bool = False
+
+
+_JOBS_OF_FILE = pydantic.TypeAdapter(QueuedJob)
 
 
 class JobQueue:
@@ -313,11 +318,10 @@ class JobQueue:
             values = read_json_object(file, _AGAIN)
         except FileNotFoundError:
             return []
-        jobs = expect(values.get("jobs"), list, f"{file}: jobs", _AGAIN)
         found = []
-        for each in jobs:
+        for each in expect(values.get("jobs"), list, f"{file}: jobs", _AGAIN):
             with contextlib.suppress(ValueError):
-                found.append(_read(expect(each, dict, f"{file}: a job", _AGAIN), str(file)))
+                found.append(_JOBS_OF_FILE.validate_python(each))
         return found
 
     def _save(self, jobs: Sequence[QueuedJob]) -> None:
@@ -351,21 +355,6 @@ def explain(devices: Sequence[str], held: Held) -> str:
     if not taken:
         return ""
     return f"{'; '.join(dict.fromkeys(taken))}. Wait until it is free, free it, or choose other cards"
-
-
-def _read(values: Mapping[str, Any], what: str) -> QueuedJob:
-    """Raises: ValueError."""
-    kinds: dict[str, type | tuple[type, ...]] = {"id": str, "root": str, "run": str, "devices": list, "job": dict}
-    kinds |= {"is_resumed": (bool, str), "state": str, "message": str, "is_stopped": bool}
-    read = {name: expect(values.get(name), kind, f"{what}: {name}", _AGAIN) for name, kind in kinds.items()}
-    for name, known in (("state", get_args(JobState)), ("is_resumed", (True, False, "continue"))):
-        if read[name] not in known:
-            raise ValueError(f"{what} says {read[name]!r} of a job; {_AGAIN}")
-    process = values.get("process")
-    return QueuedJob(
-        **{**read, "devices": tuple(expect(each, str, f"{what}: devices", _AGAIN) for each in read["devices"])},
-        process=None if process is None else ProcessMark.read(process),
-    )
 
 
 _START = Path(__file__).resolve().parent.parent / "nodes" / "host" / "native" / "start.py"

@@ -19,14 +19,16 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+import pydantic
 
 from ..config.job import JobConfig, job_to_dict, load_job, save_for_process
 from ..events import first_line
-from ..system.files import expect, read_json_object, remove_leftovers, what_helps, write_atomically
+from ..system.files import read_ordinary, remove_leftovers, what_helps, write_atomically
 from ..system.locks import NoLocks, take_claim
 from ..system.processes import ProcessMark, own_mark
 from ..system.stopping import Requests
@@ -37,9 +39,10 @@ RUN_LOCK = ".run.lock"  # held in its folder by whatever runs there
 QUEUED = "DEVICEBRIDGE_QUEUED"  # in the environment of a process that the queue has started: its job's id
 _MOST_RECORD = 1 << 24  # bytes
 _MOST_MESSAGE = 2000  # characters
+_MOST_STEPS = 1 << 62
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(allow_inf_nan=False))
 class RunRecord:
     """What a run says of itself.
 
@@ -57,7 +60,7 @@ class RunRecord:
     status: Status
     process: ProcessMark
     devices: tuple[str, ...]
-    steps: int
+    steps: Annotated[int, pydantic.Field(lt=_MOST_STEPS)]
     job: dict[str, Any] = field(default_factory=dict)
     message: str = ""
     since: float = 0.0
@@ -70,6 +73,9 @@ class RunRecord:
         if self.status != "running" or self.process.is_alive(self.folder and self.folder / RUN_LOCK):
             return self.status
         return "crashed"
+
+
+_RECORDS = pydantic.TypeAdapter(RunRecord)
 
 
 class Recording:
@@ -113,22 +119,8 @@ def _write(folder: Path, record: RunRecord) -> None:
 def read_record(folder: Path) -> RunRecord | None:
     """The record of a run folder; None where there is none, or none that can be read."""
     try:
-        values = read_json_object(folder / RUN_FILE, most_bytes=_MOST_RECORD)
-        what = str(folder / RUN_FILE)
-        status = expect(values.get("status"), str, what)
-        if status not in get_args(Status):
-            raise ValueError(f"{what} says {status!r}")
-        return RunRecord(
-            status=status,
-            process=ProcessMark.read(values.get("process")),
-            devices=tuple(expect(each, str, what) for each in expect(values.get("devices"), list, what)),
-            steps=expect(values.get("steps"), int, what),
-            job=expect(values.get("job"), dict, what),
-            message=expect(values.get("message"), str, what),
-            since=expect(values.get("since"), (int, float), what),
-            queued=expect(values.get("queued", ""), str, what),
-            folder=folder,
-        )
+        text = read_ordinary(folder / RUN_FILE, _MOST_RECORD, "a record")
+        return replace(_RECORDS.validate_json(text, strict=True), folder=folder)
     except (OSError, ValueError):
         return None
 

@@ -223,22 +223,9 @@ class ProcessMark:
     host: str
     birth: str = ""
 
-    @staticmethod
-    def read(values: Any) -> ProcessMark:
-        """From a file. Raises: ValueError."""
-        from .files import expect  # the guard below knows nothing of the pack
-
-        what = "a process"
-        found = expect(values, dict, what)
-        mark = ProcessMark(
-            expect(found.get("pid"), int, what),
-            float(expect(found.get("started"), (int, float), what)),
-            expect(found.get("host"), str, what),
-            expect(found.get("birth", ""), str, what),
-        )
-        if not 0 < mark.pid < _MOST_PID:
-            raise ValueError(f"{mark.pid} is no number of a process")
-        return mark
+    def __post_init__(self) -> None:
+        if not 0 < self.pid < _MOST_PID:
+            raise ValueError(f"{self.pid} is no number of a process")
 
     def is_alive(self, held: Path | None = None) -> bool:
         """Whether that very process runs.

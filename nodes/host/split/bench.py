@@ -22,7 +22,8 @@ import comfy.sd
 import torch
 
 from ....events import first_line
-from ....parallel.devices import available_devices, synchronize
+from ....parallel.devices import available_devices, device_title, synchronize
+from ....planning.cards import measure_machine
 from .model import split_model
 from .plan import SplitRequest
 
@@ -63,10 +64,14 @@ SUBJECTS = (
 
 
 def print_blocks() -> int:
-    """What measure_blocks finds on all GPUs, as JSON behind whatever ComfyUI has printed; returns the exit code."""
+    """What all GPUs can do, as JSON behind whatever ComfyUI has printed; returns the exit code."""
     devices = available_devices()
-    with torch.inference_mode():
-        found = measure_blocks(devices) if devices else []
+    found: dict[str, Any] = {"torch": torch.__version__, "cards": list(map(device_title, devices)), "blocks": []}
+    if devices:
+        speed = measure_machine(devices)
+        found |= {"flops_per_s": min(speed.flops_per_s), "bytes_per_s": speed.bytes_per_s}
+        with torch.inference_mode():
+            found["blocks"] = measure_blocks(devices)
     sys.stdout.write("\n" + json.dumps(found) + "\n")
     sys.stdout.flush()
     return 0

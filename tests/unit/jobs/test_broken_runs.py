@@ -151,7 +151,7 @@ def _other_job(job, folder):
     return _job(folder, cache={"folder": job.cache.folder, "dtype": "bfloat16"})
 
 
-def test_pruning_spares_what_a_living_run_reads_and_takes_it_when_it_has_ended(tmp_path):
+def test_pruning_spares_all_while_a_run_lives_and_takes_it_when_it_has_ended(tmp_path):
     job = _job(tmp_path)
     other = _other_job(job, tmp_path / "other")
     pruned = []
@@ -162,14 +162,14 @@ def test_pruning_spares_what_a_living_run_reads_and_takes_it_when_it_has_ended(t
 
     run_job(job, on_event=_after_step(2, prune))
     num_entries = sum(map(len, _entries(job).values()))
-    assert (pruned[0].deleted, pruned[0].spared) == (1, num_entries)
-    assert f"and {num_entries} that a run under way may need" in pruned[0].report()
+    assert (pruned[0].deleted, pruned[0].spared) == (0, num_entries + 1)
+    assert f"and {num_entries + 1} that a run under way may need" in pruned[0].report()
     prune()
     assert (pruned[1].deleted, pruned[1].spared) == (num_entries + 1, 0)
     assert not (CacheStore(job.cache.folder).folder / ".runs").exists()
 
 
-def test_pruning_spares_all_while_a_run_does_not_know_its_entries(tmp_path):
+def test_pruning_removes_what_a_killed_run_has_left(tmp_path):
     job = _job(tmp_path)
     run_job(job)
     other = _other_job(job, tmp_path / "other")
