@@ -96,7 +96,7 @@ def build(options: argparse.Namespace, schemes: Sequence[str]) -> dict[str, Cont
             "placement": built.split.placement.describe(),
         }
         if built.report is not None:
-            facts |= {"report": built.report.summary(), "weight_snr_db": dict(built.report.weight_snr_db)}
+            facts["report"] = built.report.summary()
         found[scheme] = Contestant(built, checksum(tensors), facts)
         say(f"{scheme}: built in {facts['build_s']} s, {facts['weights_gb']} GB")
     return found

@@ -143,8 +143,6 @@ def train(
     if built.report is None:
         found["amax_over_rms_of_inputs"] = crests
         found["parameters"] = sum(p.numel() for n, p in built.model.named_parameters() if "lora_" not in n)
-    else:
-        found["weight_snr_db"] = dict(built.report.weight_snr_db)
     del built, trainer, lora
     gc.collect()
     release_cached_memory()

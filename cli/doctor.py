@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import platform
@@ -257,32 +258,20 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
 
 # ---- in which schemes the frozen weights can be held ----
 
-_SCHEMES = ("fp8", "int8", "fp8-compute", "int8-compute")  # quantization/quantize.py's, which needs torch
-
 
 def _list_schemes(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Each scheme on each accelerator, or on the CPU; one line without a device where packages are missing."""
-    found = []
-    for scheme in _SCHEMES:
-        reason = _training(facts)
-        devices = [] if reason else [device["name"] for device in _accelerators(facts) or facts["devices"]]
-        pairs = [(name, _scheme_fault(scheme, name)) for name in devices] or [("", reason)]
-        found += [{"scheme": scheme, "device": name, "works": not why, "reason": why} for name, why in pairs]
-    return found
-
-
-def _scheme_fault(scheme: str, device: str) -> str:
-    """Why a device cannot compute in a scheme; needs torch and the packages of a training."""
+    if reason := _training(facts):
+        return [{"scheme": "every scheme", "device": "", "works": False, "reason": reason}]
     import torch
 
-    from ..quantization.quantize import QuantizeSettings, check_packages, refusal
+    from ..quantization.quantize import SCHEMES, QuantizeSettings, refusal
 
-    settings = QuantizeSettings(scheme)  # type: ignore[arg-type]
-    try:
-        check_packages(settings)
-    except RuntimeError as error:
-        return str(error)
-    return refusal(settings, [torch.device(device)])
+    found = []
+    for scheme, device in itertools.product(SCHEMES, _accelerators(facts) or facts["devices"]):
+        why = refusal(QuantizeSettings(scheme), [torch.device(device["name"])])
+        found.append({"scheme": scheme, "device": device["name"], "works": not why, "reason": why})
+    return found
 
 
 # ---- what works ----

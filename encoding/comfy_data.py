@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
@@ -40,7 +40,7 @@ from ..families.comfy.inputs import (
     fit_mask,
     option_path,
 )
-from ..system.files import expect, read_json_object, write_atomically
+from ..system.files import read_json_object, write_atomically
 from .key import content_key
 from .sources import Shapes, shapes_of
 from .store import CacheStore, unwritable
@@ -320,7 +320,7 @@ _VERSION = 1
 _DIGITS = 32  # of the hash, in the file's name
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class EncodedPair:
     """Latents and text of one sample: keys of their entries, and the shapes of the tensors in these.
 
@@ -333,6 +333,9 @@ class EncodedPair:
     latents_shapes: Shapes
     text_shapes: Shapes
     same: str = ""
+
+
+_PAIRS = pydantic.TypeAdapter(list[EncodedPair])
 
 
 def save_encoded(
@@ -382,23 +385,12 @@ def load_encoded(path: str | Path) -> list[EncodedPair]:
         content = read_json_object(path)
         if content["version"] != _VERSION:
             raise ValueError(f"it is of version {content['version']}, this pack reads {_VERSION}")
-        listed = []
-        for sample in content["samples"]:
-            latents, text = (expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text"))
-            same = expect(sample.get("same", ""), str, "same of a sample")
-            shapes = _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"])
-            listed.append(EncodedPair(latents, text, *shapes, same))
-        return listed
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _PAIRS.validate_python(content["samples"])
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"data.encoded: {path} is no list of encoded samples ({error}); run the Dataset from Latents and "
             "Conditioning node again"
         ) from error
-
-
-def _read_shapes(shapes: Mapping[str, Sequence[int]]) -> Shapes:
-    found = expect(shapes, dict, "shapes").items()
-    return {name: tuple(expect(side, int, f"a side of {name}") for side in shape) for name, shape in found}
 
 
 def store_of_encoded(path: str | Path) -> CacheStore:

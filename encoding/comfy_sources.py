@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,34 +22,6 @@ from ..families.comfy.inputs import COND, NOISE_MASK, OPTION, POOLED
 from .comfy_data import read_conditioning, read_samples, read_tokens
 from .key import comfy_latent_key, comfy_text_key, comfy_token_key, condition_key
 from .sources import Entry, LatentSource, Shapes, Source, TextSource, fingerprints_of, shapes_of
-
-
-class ComfyEncoder(Protocol):
-    """An encoder that somebody else holds; release makes room."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def release(self) -> None: ...
-
-
-class ComfyClip(ComfyEncoder, Protocol):
-    """A text encoder. encode gives what ComfyUI calls a CONDITIONING, tokens what its tokenizer makes of a text."""
-
-    def encode(self, text: str) -> Any: ...
-
-    def tokens(self, text: str) -> Any: ...
-
-
-class ComfyVae(ComfyEncoder, Protocol):
-    """A VAE. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their batch; with takes_clips it
-    makes one sample of several frames, rather than one of each."""
-
-    @property
-    def takes_clips(self) -> bool: ...
-
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor: ...
-
 
 Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
 LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so many video frames
@@ -70,7 +42,7 @@ class ComfyTexts(TextSource):
 
     fingerprint: str  # everything that decides what it makes, from the host
     problem: Problem  # called after each text, so that a CLIP of another model is refused at the first
-    clip: ComfyClip | None = None  # None where only its name is known
+    clip: Any = None  # HostClip of nodes/host/comfy_encoders.py; None where only its name is known
     keeps_all: bool = False  # of a CONDITIONING, for a model that reads more than states and pooled output
     weighs: bool = False  # whether texts have ComfyUI's syntax of prompts; else they are literal
 
@@ -99,7 +71,7 @@ class ComfyTexts(TextSource):
             entries.append(entry)
         return entries
 
-    def _encode(self, clip: ComfyClip, text: str) -> Entry:
+    def _encode(self, clip: Any, text: str) -> Entry:
         return read_conditioning(clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
 
     def close(self) -> None:
@@ -114,7 +86,7 @@ class ComfyTokens(ComfyTexts):
     def _key(self, text: str) -> str:
         return comfy_token_key(text, self.fingerprint, weighs=self.weighs)
 
-    def _encode(self, clip: ComfyClip, text: str) -> Entry:
+    def _encode(self, clip: Any, text: str) -> Entry:
         return read_tokens(clip.tokens(text), f"the caption {text!r}")
 
 
@@ -124,7 +96,7 @@ class ComfyLatents(LatentSource):
 
     fingerprint: str
     problem: LatentsProblem
-    vae: ComfyVae | None = None
+    vae: Any = None  # HostVae
 
     name = "the stock VAE"
     device = "cpu"
@@ -175,21 +147,6 @@ class ConditionParts:
     megapixels: float
 
 
-class ComfyConditioner(Protocol):
-    """ComfyUI's encoders and conditioning nodes; release makes room."""
-
-    @property
-    def sees_with(self) -> str:
-        """Name of the CLIP vision model; "" without one."""
-        ...
-
-    def make(self, parts: ConditionParts) -> Any:
-        """A CONDITIONING; a noise mask, which nodes put beside a latent, is among its options."""
-        ...
-
-    def release(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class ComfyConditions(Source[Wanted]):
     """What ComfyUI's nodes make of the files that a sample's model is given beside its caption.
@@ -206,7 +163,7 @@ class ComfyConditions(Source[Wanted]):
     encoders: tuple[str, ...]
     problem: Problem
     megapixels: float = 1.0
-    conditioner: ComfyConditioner | None = None
+    conditioner: Any = None  # HostConditioner of nodes/host/native/conditions.py
     weighs: bool = False
 
     name = "the stock encoders"

@@ -59,7 +59,7 @@ def build_trainer(
     assembled = _assemble(plan, ranks)
     _clean_up_later(assembled, cleanup)
     if (report := assembled.quantized) is not None:
-        events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
+        events.emit("quantized", summary=report.summary())
     lora = _lora_of(assembled)
     for each in assembled.parts if plan.start else ():
         _lora_of(each).start_from(plan.start, job.lora.strength)

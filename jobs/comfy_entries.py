@@ -16,14 +16,7 @@ from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import EncodedSample, Wanted
 from ..encoding.comfy_data import EncodedPair, load_encoded
-from ..encoding.comfy_sources import (
-    ComfyClip,
-    ComfyConditioner,
-    ComfyConditions,
-    ComfyTexts,
-    ComfyTokens,
-    ComfyVae,
-)
+from ..encoding.comfy_sources import ComfyConditions, ComfyTexts, ComfyTokens
 from ..encoding.sources import Shapes
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
@@ -43,11 +36,11 @@ _MAX_NAMES = 5  # problems spelt out in a message
 
 @dataclass(frozen=True)
 class ComfyEncoders:
-    """Encoders that ComfyUI holds in this process; None where none is needed."""
+    """Encoders that ComfyUI holds in this process (nodes/host/comfy_encoders.py); None where none is needed."""
 
-    clip: ComfyClip | None = None
-    vae: ComfyVae | None = None
-    conditioner: ComfyConditioner | None = None  # has both, and what sees
+    clip: Any = None
+    vae: Any = None
+    conditioner: Any = None  # has both, and what sees
 
 
 NO_ENCODERS = ComfyEncoders()
@@ -123,7 +116,7 @@ def refuse_unfit_conditions(
             )
 
 
-def refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> None:
+def refuse_other(named: str, given: Any, key: str) -> None:
     """Raises: ValueError if another encoder is given than cache.<key> names."""
     if given is not None and given.fingerprint != named:
         raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")

@@ -227,8 +227,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     if not choice.has_triton:
         return quantize_rows(x, dtype, rotation=rotation, **first)
-    widest = choice.widest_rotation if x.element_size() <= 2 else kernels.ROTATION_OF_EVERY_CARD
-    if rotation is not None and not ROTATIONS[0] <= rotation.shape[0] <= widest:
+    if rotation is not None and not ROTATIONS[0] <= rotation.shape[0] <= kernels.WIDEST_ROTATION:
         x = rotate(x, rotation)
     elif rotation is not None:
         first["rotation"] = rotation

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 OLDEST_TRITON = "3.2"
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-ROTATION_OF_EVERY_CARD = 64  # block that every card has the shared memory for
+WIDEST_ROTATION = 64  # block that every card has the shared memory for; wider ones go by a matmul before
 SMALLEST_AMAX = 1e-30  # of a row; keeps both amax / LARGEST and LARGEST / amax normal float32 numbers
 MAX_INT8_TERMS = (2**31 - 1) // (127 * 127)  # more products of two int8 could overflow an int32 sum
 _BLOCK_I = 128  # the same in every configuration; see above
@@ -76,20 +76,6 @@ def _launch_fault(device: torch.device) -> str:
         _log.warning("Triton does not work on %s, slower kernels take over: %s", device, error)
         return f"Triton does not work on {device}: {error}"
     return ""
-
-
-def widest_rotation(device: torch.device) -> int:
-    """Block of the widest rotation that the card's shared memory takes beside a tile of 16-bit rows; asks it once.
-
-    A block of 256 takes 150 KB; data-centre cards have 164 to 228, others about 100.
-    """
-    turn = torch.eye(256, device=device)
-    try:
-        quantize_rows(torch.ones(1, 256, device=device, dtype=torch.bfloat16), torch.int8, rotation=turn)
-    except Exception as error:  # a probe, as above
-        _log.debug("%s rotates blocks of 256 outside the kernel: %s", device, error)
-        return ROTATION_OF_EVERY_CARD
-    return 256
 
 
 def quantize_rows(

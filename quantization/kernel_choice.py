@@ -27,13 +27,11 @@ class KernelChoice:
         grad_input: "triton": one kernel that reads the weight as it lies; "transpose": the forward's product with one
             transposed slice of the weight after another; "dequantize".
         has_triton: whether rows are rounded, sums rescaled and slices transposed by our kernels.
-        widest_rotation: block that our kernel rotates rows with while it rounds them; wider ones go by a matmul before.
     """
 
     forward: Literal["vendor", "unit", "triton", "dequantize"]
     grad_input: Literal["triton", "transpose", "dequantize"]
     has_triton: bool = False
-    widest_rotation: int = kernels.ROTATION_OF_EVERY_CARD
 
 
 @dataclass(frozen=True)
@@ -97,14 +95,12 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelChoice:
     forward: Literal["vendor", "unit", "triton"] = "vendor" if dtype is torch.int8 or has_rowwise else "unit"
     if kernels.fault(device):
         return KernelChoice(forward, "dequantize")
-    widest = kernels.ROTATION_OF_EVERY_CARD
     if dtype is torch.int8:
         forward = "triton"  # _int_mm writes int32 sums, to be read and rescaled: 1.4 to 1.9 times slower on an H200
-        widest = kernels.widest_rotation(device)
     # Data-centre chips since Hopper multiply bytes only with the contracted dim contiguous: turning the weight round
     # once beats doing so in every tile. The tensor units of others are slow enough to hide it.
     is_data_centre = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return KernelChoice(forward, "transpose" if is_data_centre else "triton", has_triton=True, widest_rotation=widest)
+    return KernelChoice(forward, "transpose" if is_data_centre else "triton", has_triton=True)
 
 
 def has_float8(device: torch.device) -> bool:

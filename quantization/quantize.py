@@ -13,10 +13,8 @@ A loader hands over each layer as it arrives, so that one layer at a time is in 
 from __future__ import annotations
 
 import logging
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from ..families.spec import ModelFamily
 from ..patches.lora import matches_any
 from . import kernel_choice
-from .eight_bit import ROTATIONS, make_rotation, num_inputs, rotate, rotation_for
+from .eight_bit import ROTATIONS, num_inputs, rotation_for
 from .frozen_linear import ROUNDED, FrozenLinear8
 from .stored import PACKINGS, ROWS, has_finite_scales
 
@@ -47,7 +45,6 @@ NOTHING_STORED = (
 )
 # Of a float8, without its sign: the smallest that is no number.
 _NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
-_NUM_SAMPLED_ROWS = 256  # of a weight, to measure its noise by
 _OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type, and float8 would round it
 
 
@@ -124,7 +121,6 @@ class Quantizer:
         self._family = family
         self._bytes_before: dict[str, int] = {}
         self._num_taken = self._num_unrotated = 0
-        self._noise: dict[str, list[Tensor]] = defaultdict(list)  # layer class -> [signal, noise] per layer
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
         """Whether a module is one to quantize: a linear that the family does not keep, or that the file has so."""
@@ -141,8 +137,6 @@ class Quantizer:
         self._bytes_before[fqn] = _num_bytes([module])
         block = self.settings.rotation_of(module.in_features)
         done = FrozenLinear8.from_linear(module, self.settings.scheme, rotation=block)  # type: ignore[arg-type]
-        noise = sampled_noise(module.weight.detach(), done.weight.detach(), done.scale, block)
-        self._noise[layer_class(fqn)].append(noise)
         return done.train(module.training)
 
     def take(self, fqn: str, module: nn.Linear, stored: Stored8, dtype: torch.dtype) -> nn.Module:
@@ -201,8 +195,7 @@ class Quantizer:
             after = _num_bytes(group.values())
             before = sum(self._bytes_before[name] for name in group) if reason == QUANTIZED else after
             groups[reason] = LayerGroup(tuple(group), before, after)
-        counts = self._num_taken, self._num_unrotated
-        report = QuantizeReport(self.settings.scheme, groups, decibels(self._noise), *counts)
+        report = QuantizeReport(self.settings.scheme, groups, self._num_taken, self._num_unrotated)
         _log.info("%s", report.summary())
         return report
 
@@ -372,15 +365,12 @@ class QuantizeReport(GroupTotals):
 
     Args:
         scheme: one of quantize.SCHEMES.
-        weight_snr_db: signal to noise of the rounded weights by layer class, in dB, over evenly spaced rows of every
-            layer. A class whose layers all came in 8 bits from a file is absent: nobody knows what was lost there.
         num_taken: quantized layers that a file, or the cache of an earlier run, held in 8 bits already.
         num_unrotated: those of them that are not rotated although the scheme would have, had it rounded them.
     """
 
     scheme: str
     groups: Mapping[str, LayerGroup]
-    weight_snr_db: Mapping[str, float] = field(default_factory=dict)
     num_taken: int = 0
     num_unrotated: int = 0
 
@@ -402,24 +392,3 @@ class QuantizeReport(GroupTotals):
 def layer_class(fqn: str) -> str:
     """The name that layers alike share: "blocks.3.attn.to_q" -> "blocks.*.attn.to_q"."""
     return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
-
-
-@torch.no_grad()
-def sampled_noise(exact: Tensor, values: Tensor, scale: Tensor, rotation: int) -> Tensor:
-    """Energy of a weight and of its rounding error, over evenly spaced rows; on the weight's device. [2]"""
-    step = math.ceil(exact.shape[0] / _NUM_SAMPLED_ROWS)
-    wanted = exact[::step].float()
-    found = values[::step].float() * scale[::step]
-    if rotation:
-        found = rotate(found, make_rotation(rotation).to(found.device).t())
-    return torch.stack([wanted.square().sum(dtype=torch.float64), (found - wanted).square().sum(dtype=torch.float64)])
-
-
-def decibels(noise: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-    """Signal to noise by layer class, of each layer's sampled_noise."""
-    found = {}
-    for name, pairs in noise.items():
-        signal, error = torch.stack([pair.cpu() for pair in pairs]).sum(0).tolist()
-        if signal and error:  # weights of zeros, or of few values, round to themselves
-            found[name] = round(10 * math.log10(signal / error), 2)
-    return found

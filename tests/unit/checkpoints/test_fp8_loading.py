@@ -11,7 +11,7 @@ from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
-from devicebridge.quantization import eight_bit, quantize
+from devicebridge.quantization import eight_bit
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
@@ -41,7 +41,7 @@ def test_it_is_the_model_quantized_afterwards(name: str, scheme: Any, tmp_path: 
     quantizer = Quantizer(family, settings)
     streamed = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
     report = quantizer.close(streamed)
-    assert report.groups == expected.groups and report.weight_snr_db == expected.weight_snr_db
+    assert report.groups == expected.groups
     assert expected.num_quantized > 0
     found = {**dict(streamed.named_parameters()), **dict(streamed.named_buffers())}
     others = {**dict(afterwards.named_parameters()), **dict(afterwards.named_buffers())}
@@ -96,7 +96,6 @@ def test_no_card_holds_more_than_the_result_and_one_layer(scheme, tmp_path, monk
     """With pieces as small beside these layers as the real ones are beside FLUX.2's."""
     piece = 512
     monkeypatch.setattr(eight_bit, "_PIECE", piece)
-    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
     info = _checkpoint(tmp_path, "flux2")
     with emulated_cards(2):
         plain_peaks, _, plain = _peaks(info, None)

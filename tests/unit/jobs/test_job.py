@@ -449,7 +449,7 @@ def test_quantized_base_trains_from_the_file_and_from_the_cache(scheme, plain_lo
     assert second.losses == first.losses and any((tmp_path / "quantized").rglob("*.safetensors"))
     events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
     (said,) = [event for event in events if event["kind"] == "quantized"]
-    assert f"linears to {scheme}," in said["summary"] and min(said["weight_snr_db"].values()) > 30
+    assert f"linears to {scheme}," in said["summary"]
     assert str(tmp_path) not in json.loads(_metadata(first.lora_path)["devicebridge_config"])["model"].values()
     assert "quantized_cache" not in _metadata(first.lora_path)["devicebridge_config"]
 

@@ -401,14 +401,11 @@ def test_amd_cards_that_lack_a_format_are_known(arch, fp8, int8, monkeypatch):
     assert [fault == "" for fault in faults] == [fp8, int8]
 
 
-CONSUMER = [(8, 6), (8, 9), (12, 0)]
-
-
 @pytest.mark.parametrize(
     ("capability", "fault", "platform", "expected"),
     [
-        ((9, 0), "", "linux", [("vendor", "transpose", True), ("triton", "transpose", True, 256)]),
-        ((10, 0), "", "linux", [("vendor", "transpose", True), ("triton", "transpose", True, 256)]),
+        ((9, 0), "", "linux", [("vendor", "transpose", True), ("triton", "transpose", True)]),
+        ((10, 0), "", "linux", [("vendor", "transpose", True), ("triton", "transpose", True)]),
         ((8, 9), "", "linux", [("vendor", "triton", True), ("triton", "triton", True)]),
         ((8, 6), "", "linux", [("dequantize", "dequantize"), ("triton", "triton", True)]),
         ((8, 6), "no Triton", "linux", [("dequantize", "dequantize"), ("vendor", "dequantize")]),
@@ -420,7 +417,6 @@ def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(eight_bit_kernels, "fault", lambda device: fault)
-    monkeypatch.setattr(eight_bit_kernels, "widest_rotation", lambda device: 64 if capability in CONSUMER else 256)
     monkeypatch.setattr(kernel_choice.sys, "platform", platform)
     choose = kernel_choice.choose_kernels.__wrapped__  # past the cache, which is for real cards
     found = [choose(torch.device("cuda:0"), dtype) for dtype in COMPUTE.values()]

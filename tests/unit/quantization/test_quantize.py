@@ -32,7 +32,6 @@ from devicebridge.quantization.quantize import (
     check_packages,
     full_weight,
     is_taken,
-    layer_class,
     refusal,
     stored_bytes,
 )
@@ -392,7 +391,7 @@ def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
         second.set_submodule(name, taken)
     found = quantizer.close(second)
     assert contents(second) == contents(first)
-    assert found.groups == report.groups and found.weight_snr_db == {}
+    assert found.groups == report.groups
     x, direction = random(48, 64).to(dtype), random(48, 32, seed=2).to(dtype)
     for model in (first, second):
         attach(model)
@@ -476,7 +475,6 @@ def expected_noise(layer, exact, x, grad, settings):
 def test_noise_of_every_layer_type_is_as_derived(settings):
     model, plain = make_tiny(torch.float32), make_tiny(torch.float32)
     report = apply_quantization(model, FLUX2, settings)
-    by_class: dict[str, dict[str, list[torch.Tensor]]] = {}
     for name in report.groups[QUANTIZED].names:
         layer, exact = model.get_submodule(name), plain.get_submodule(name).weight
         x = random(64, exact.shape[1]).requires_grad_(True)
@@ -490,23 +488,6 @@ def test_noise_of_every_layer_type_is_as_derived(settings):
         }
         expected = expected_noise(layer, exact, x.detach(), grad, settings)
         assert all(abs(found[kind] - expected[kind]) < TOLERANCE_DB for kind in found), (name, found, expected)
-        parts = by_class.setdefault(layer_class(name), {"exact": [], "stored": []})
-        parts["exact"].append(exact.flatten())
-        parts["stored"].append(stored_weight(layer).flatten())
-    # The report's numbers come from some rows of each layer: all of them up to 256, and within 0.3 dB beyond.
-    full = {name: decibels(torch.cat(p["exact"]), torch.cat(p["stored"])) for name, p in by_class.items()}
-    assert report.weight_snr_db.keys() == full.keys() and len(full) == 14
-    rows = {layer_class(name): model.get_submodule(name).out_features for name in report.groups[QUANTIZED].names}
-    assert max(rows.values()) > 256 > min(rows.values())
-    for name, exact in full.items():
-        assert abs(report.weight_snr_db[name] - exact) < (0.011 if rows[name] <= 256 else 0.3), (name, rows)
-
-
-@EVERY_VARIANT
-def test_weights_that_round_to_themselves_have_no_noise_to_report(settings):
-    model = Net()
-    model.first.weight.data.fill_(0)
-    assert "first" not in apply_quantization(model, Family(), settings).weight_snr_db
 
 
 @EVERY_VARIANT
