@@ -68,30 +68,12 @@ def matches_any(fqn: str, patterns: Sequence[str]) -> bool:
 
 
 def place_lora_with_base(model: nn.Module) -> None:
-    """Move every LoRA module to the device of the layer it adapts.
-
-    The adapted layer is the module that holds the LoRA module, and its device that of its first weight outside LoRA. A
-    holder without such a weight is left alone. Parameter objects, which an optimizer may hold, stay the same wherever
-    torch can exchange their data. Gradients move along, optimizer state does not.
-
-    Raises: RuntimeError if either side is on meta, where moving would invent or lose weights.
-    """
-    for name, owner in list(model.named_modules()):
-        if is_lora_name(name):
-            continue
-        parts = {part: module for part, module in owner._modules.items() if module is not None and _is_lora_part(part)}
-        base = (each.device for fqn, each in owner.named_parameters() if not is_lora_name(fqn))
-        device = next(base, None) if parts else None
-        if device is None:
-            continue
-        for part, module in parts.items():
-            stray = [each.device for each in (*module.parameters(), *module.buffers()) if each.device != device]
-            if stray and "meta" in (device.type, *(found.type for found in stray)):
-                raise RuntimeError(
-                    f"{name}.{part} is on {stray[0]}, the layer it adapts on {device}, and meta holds no numbers; load "
-                    "the weights of both before placing LoRA"
-                )
-            if stray:
+    """Move every LoRA module to the device of the layer it adapts: that of the first weight outside LoRA of the module
+    that holds both. Gradients move along, optimizer state does not."""
+    for _, owner in [each for each in model.named_modules() if not is_lora_name(each[0])]:
+        device = next((each.device for fqn, each in owner.named_parameters() if not is_lora_name(fqn)), None)
+        for part, module in owner._modules.items():
+            if device is not None and module is not None and _is_lora_part(part):
                 module.to(device)
 
 

@@ -11,7 +11,6 @@ that of an H200: FLUX.2-dev at 1024², bf16, every block recomputed, one micro-b
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import platform
@@ -38,7 +37,7 @@ from ..parallel.devices import (
 )
 from ..parallel.exchange_speed import exchange_speed, product_speed
 from ..quantization.kernel_choice import DeviceKernels
-from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, auto_schemes, check_packages, refusal
+from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, auto_schemes, refusal
 from ..system.files import user_cache_folder, write_atomically
 
 SHARE_OF_PEAK = 0.46  # 16.9 s of operations at 50 * 10^12 per second are 0.85 s at the H200's peak
@@ -232,17 +231,12 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
 
 
 def able_schemes(cards: Sequence[Card], types: Mapping[str, int] | None = None) -> list[Scheme]:
-    """Schemes that every card and the packages installed here can do, the best first.
+    """Schemes that every card can do, the best first.
 
     Args:
         types: of a file's quantized tensors; see auto_schemes.
     """
-    able: list[Scheme] = []
-    for scheme in (each for each in BEST_FIRST if all(each not in card.refuses for card in cards)):
-        with contextlib.suppress(RuntimeError):
-            check_packages(QuantizeSettings(scheme))
-            able.append(scheme)
-    return auto_schemes(types or {}, able)
+    return auto_schemes(types or {}, [each for each in BEST_FIRST if all(each not in card.refuses for card in cards)])
 
 
 # ---- measured

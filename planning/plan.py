@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ..config.model import has_stages, shares_rows
+from ..config.model import has_stages, holds_copies, shares_rows
 from ..parallel.placement import Placement
 from ..system.progress import describe_duration
 from ..system.telling import aligned
@@ -105,7 +105,7 @@ def plan_training(question: Question) -> TrainingPlan:
         raise ValueError(describe_refusal(question))
     devices = tuple(stage.forecast for stage in found.stages)
     names, cards = question.model.names, tuple(card.device for card in question.cards)
-    if found.setting.holds_copies:
+    if holds_copies(found.setting.strategy):
         whole, shares = (cards[0],) * len(names), found.setting.row_shares
         placement = Placement(names, whole, cards[0], replicas=cards, row_shares=shares)
     else:
@@ -264,7 +264,7 @@ def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
     is_measured = any(card.measured_flops_per_s for card in plan.cards)
     source = "a matrix product measured on the cards" if is_measured else "published speeds of cards"
     slowest = min(card.link_bytes_per_s for card in plan.cards) / 1e9
-    link = f", at {slowest:.0f} GB/s between them" if plan.setting.shares_rows else ""
+    link = f", at {slowest:.0f} GB/s between them" if shares_rows(plan.setting.strategy) else ""
     return (None, "") if seconds is None else (seconds, f"estimated from {source}{link}")
 
 

@@ -87,14 +87,6 @@ class Setting:
     offloads: bool = False  # inputs of recomputed blocks wait in host memory
     row_shares: tuple[float, ...] = ()  # of tokens: relative to each other, one per card
 
-    @property
-    def holds_copies(self) -> bool:
-        return holds_copies(self.strategy)
-
-    @property
-    def shares_rows(self) -> bool:
-        return shares_rows(self.strategy)
-
     def describe(self) -> str:
         """ "fp8-compute, pipeline, 1 ahead"."""
         parts = ["weights in full precision" if self.scheme == "none" else self.scheme]
@@ -201,7 +193,7 @@ class Question:
             host_bytes=None if self.host_bytes is None else self.host_bytes // (1 if shares else count),
             replica=index,
             row_shares=shares[mine] + shares[:index] + shares[index + 1 :],
-            picture=None if index and not setting.shares_rows else self.picture,
+            picture=None if index and not shares_rows(setting.strategy) else self.picture,
         )
 
     def check_counts(self) -> None:

@@ -42,7 +42,7 @@ def needed_at_least(question: Question) -> Found | None:
 
 def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
     """As find_cut; each card alone where each has a copy of the model. Of tokens alone its blocks may stream."""
-    if not setting.holds_copies:
+    if not holds_copies(setting.strategy):
         return find_cut(question, setting, terms)
     plain = terms if shares_rows(setting.strategy) else replace(terms, streams="none")
     return each_card(question, setting, lambda card, each: find_cut(card, each, plain))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from ..config.model import has_stages, shares_rows
+from ..config.model import has_stages, holds_copies, shares_rows
 from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.copies import NUM_SLOTS
 from .dry_run import NoForecast
@@ -154,7 +154,7 @@ def _look(question: Question, most: float) -> Looked:
     for setting in question.settings():
         if setting.offloads and replace(setting, offloads=False) in resident:
             continue
-        if most > 1 and setting.holds_copies and is_open(question.space.strategies):
+        if most > 1 and holds_copies(setting.strategy) and is_open(question.space.strategies):
             continue
         if _is_ours(question, setting):  # whose dry run takes as long as another: not if no step can be short enough
             alone = ((question.of_card(index, setting), card) for index, card in enumerate(question.cards))
@@ -187,7 +187,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
 
     most: see Terms. best: time of what was found before, weighed; blocks need not stream for a slower one.
     """
-    if setting.holds_copies:
+    if holds_copies(setting.strategy):
         return each_card(question, setting, lambda card, each: fit(card, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
@@ -219,14 +219,16 @@ def each_card(question: Question, setting: Setting, find: _Find) -> Found | None
         return None
     plans = [one.stages[0].plan for one in found if one is not None]
     kept, streamed = ([getattr(each, name) for each in plans] for name in ("num_uncheckpointed", "num_offloaded"))
-    if setting.shares_rows and None not in found and (len({*kept}) > 1 or len({*streamed}) > 1):
+    if shares_rows(setting.strategy) and None not in found and (len({*kept}) > 1 or len({*streamed}) > 1):
         # All cards recompute the same blocks, and the same ones stream.
         alike = min(kept), max(streamed)
         found = [find(question.of_card(index, setting, alike), plain) for index in range(count)]
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
-    microbatches = [1] * count if setting.shares_rows else list(map(len, dealt(question.space.accumulation, count)))
+    microbatches = (
+        [1] * count if shares_rows(setting.strategy) else list(map(len, dealt(question.space.accumulation, count)))
+    )
     together = replace(
         fitting[0],
         setting=setting,

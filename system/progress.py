@@ -136,13 +136,8 @@ def describe_progress(
     line = f"{what} {done}/{total}"
     if per_second is None:
         return line
-    line += f", {describe_rate(per_second, what)}"
+    line += f", {per_second:.1f} {what}/s" if per_second >= 10 else f", {per_second:.2g} {what}/s"
     return line if left_s is None or done >= total else f"{line}, about {describe_duration(left_s)} left"
-
-
-def describe_rate(per_second: float, what: str) -> str:
-    """ "12.4 images/s" or "0.067 captions/s"."""
-    return f"{per_second:.1f} {what}/s" if per_second >= 10 else f"{per_second:.2g} {what}/s"
 
 
 def describe_duration(seconds: float) -> str:

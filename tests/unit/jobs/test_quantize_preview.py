@@ -111,20 +111,6 @@ def test_what_cannot_convert_to_float8_is_given_int8(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_auto_passes_by_what_is_not_installed(cards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = {"fp8-compute"}
-
-    def check(settings: QuantizeSettings) -> None:
-        if settings.scheme in missing:
-            raise RuntimeError(f"{settings.scheme} lacks a package")
-
-    monkeypatch.setattr(planned_cards, "check_packages", check)
-    cards((9, 0))
-    assert _able(torch.device("cuda:0"))[0] == "int8-compute"
-    missing |= {"int8-compute", "fp8"}
-    assert _able(torch.device("cuda:0")) == ["int8"]
-
-
 def test_a_card_that_cannot_is_named_before_the_file_is_opened(cards: Any) -> None:
     cards((9, 0), (8, 6))
     with pytest.raises(ValueError, match=r"fp8-compute.*8\.9.*8\.6 \(cuda:1\); use int8-compute instead"):

@@ -1,7 +1,7 @@
 """Pace: work done by time taken, loading and what was there already left out."""
 
 import pytest
-from devicebridge.system.progress import Pace, describe_duration, describe_rate
+from devicebridge.system.progress import Pace, describe_duration, describe_progress
 
 
 class _Clock:
@@ -43,7 +43,6 @@ def test_the_first_count_is_never_work(found):
 
 
 def test_words():
-    assert (
-        describe_rate(12.345, "images") == "12.3 images/s" and describe_rate(1 / 15, "captions") == "0.067 captions/s"
-    )
+    assert describe_progress(1, 2, "images", 12.345) == "images 1/2, 12.3 images/s"
+    assert describe_progress(1, 2, "captions", 1 / 15) == "captions 1/2, 0.067 captions/s"
     assert [describe_duration(s) for s in (44.6, 720, 11_100)] == ["45 s", "12 min", "3 h 05 min"]
