@@ -109,12 +109,6 @@ class BlockSplit:
             kept += names[len(names) - count :]
         self._kept = frozenset(module for name in kept for module in self._called[name])
 
-    @property
-    def kept_blocks(self) -> dict[nn.Module, torch.device]:
-        """The blocks that keep their activations, with their devices: all where gradient checkpointing is off."""
-        is_recomputing = getattr(self.model, "is_gradient_checkpointing", False)
-        return {block: d for block, d in self.bridge.blocks.items() if block in self._kept or not is_recomputing}
-
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()

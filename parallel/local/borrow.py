@@ -1,4 +1,4 @@
-"""Arguments that other people's function borrows on another device; what it writes into them is carried back.
+"""What other people's code borrows on another device, and a ControlNet's residuals, which blocks take one by one.
 
 Such a function may write into the tensors it is given, take entries out of a dict, and return what it was given.
 `settle` shows all of that on the tensors and containers of the caller.
@@ -6,13 +6,14 @@ Such a function may write into the tensors it is given, take entries out of a di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, SupportsIndex
 
 import torch
 
 from ...patches.hooks import map_tensors
 from ..transfer import Versioned, copy_to, is_everywhere
+from .tokens import Rows, RowsError
 
 
 class Borrowed:
@@ -104,3 +105,47 @@ class Borrowed:
         self._containers.append((caller, borrowed, first))
         self._sources[id(borrowed)] = caller
         return borrowed
+
+
+class Residuals(list[Any]):
+    """A ControlNet's residuals of one key, which are changed when a forward takes them out."""
+
+    def __init__(self, values: Sequence[Any], change: Callable[[Any], Any]) -> None:
+        super().__init__(values)
+        self._change = change
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._change(super().__getitem__(index))
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        return self._change(super().pop(index))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._change, super().__iter__())
+
+    def __reversed__(self) -> Iterator[Any]:
+        return map(self._change, super().__reversed__())
+
+
+class RowResiduals(Residuals):
+    """Residuals of which a forward reads this rank's rows; some have fewer than the axis."""
+
+    def __init__(self, values: Sequence[Any], here: Rows, axis: str) -> None:
+        def cut(value: Any) -> Any:
+            if value is None or here.is_gathered:  # a class may add the last block's behind the gather
+                return value
+            first, count = here.share(axis)
+            return value[:, min(first, value.shape[1]) : min(first + count, value.shape[1])]
+
+        super().__init__(values, cut)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.copy() if isinstance(index, slice) else super().__getitem__(index)
+
+    def copy(self, *other: Any) -> Any:
+        raise RowsError(
+            "each card computes a share of the tokens, and a copy or slice of a ControlNet's residuals would have all "
+            "rows. Read them one by one, or use way 'blocks' in the split node"
+        )
+
+    __copy__ = __add__ = __radd__ = __mul__ = __rmul__ = copy

@@ -27,9 +27,9 @@ from comfy_extras.nodes_nag import NAGuidance
 from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import tokens as tokens_module
-from devicebridge.nodes.host.split.attachments import RowResiduals
 from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.tokens import led_by_name
+from devicebridge.parallel.local.borrow import RowResiduals
 from devicebridge.parallel.local.heads import Gathered
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParallel
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES

@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy import model_management
@@ -27,9 +27,9 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.utils import set_attr_param
 from torch import nn
 
-from ....parallel.local.borrow import Borrowed
+from ....parallel.local.borrow import Borrowed, Residuals
 from ....parallel.local.bridge import Bridge
-from ....parallel.local.tokens import Rows, RowsError
+from ....parallel.local.tokens import RowsError
 from ....parallel.transfer import current_device
 from ....patches.changes import code_of, foreign_methods
 from ....patches.hooks import is_made_here
@@ -262,57 +262,13 @@ def check_attention(function: Callable[..., Any]) -> None:
 # ---- made right for several cards
 
 
-class _Residuals(list[Any]):
-    """A ControlNet's residuals of one key, which are changed when a forward takes them out."""
-
-    def __init__(self, values: Sequence[Any], change: Callable[[Any], Any]) -> None:
-        super().__init__(values)
-        self._change = change
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._change(super().__getitem__(index))
-
-    def pop(self, index: SupportsIndex = -1) -> Any:
-        return self._change(super().pop(index))
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._change, super().__iter__())
-
-    def __reversed__(self) -> Iterator[Any]:
-        return map(self._change, super().__reversed__())
-
-
-class RowResiduals(_Residuals):
-    """Residuals of which a forward reads this rank's rows; some have fewer than the axis."""
-
-    def __init__(self, values: Sequence[Any], here: Rows, axis: str) -> None:
-        def cut(value: Any) -> Any:
-            if value is None or here.is_gathered:  # a class may add the last block's behind the gather
-                return value
-            first, count = here.share(axis)
-            return value[:, min(first, value.shape[1]) : min(first + count, value.shape[1])]
-
-        super().__init__(values, cut)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.copy() if isinstance(index, slice) else super().__getitem__(index)
-
-    def copy(self, *other: Any) -> Any:
-        raise RowsError(
-            "each card computes a share of the tokens, and a copy or slice of a ControlNet's residuals would have all "
-            "rows. Read them one by one, or use way 'blocks' in the split node"
-        )
-
-    __copy__ = __add__ = __radd__ = __mul__ = __rmul__ = copy
-
-
 def wrap_control(control: dict[str, Any], bridge: Bridge) -> dict[str, Any]:
     """A control dict whose lists follow the forward from card to card; the original is not modified."""
 
     def move(value: Any) -> Any:
         return bridge.move(value, bridge.current_device)
 
-    return {key: _Residuals(value, move) if isinstance(value, list) else value for key, value in control.items()}
+    return {key: Residuals(value, move) if isinstance(value, list) else value for key, value in control.items()}
 
 
 def bring_controls_to_main(conds: list[Any], main: torch.device) -> None:

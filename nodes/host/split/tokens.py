@@ -29,6 +29,7 @@ from ....families.comfy.video import VIDEO_MODELS
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import execution_order
 from ....parallel.devices import device_title
+from ....parallel.local.borrow import RowResiduals
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.heads import groups_for
@@ -42,7 +43,7 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
-from .attachments import OVERRIDE, ROOT, RowResiduals, check_attention, check_runnable
+from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
 from .deriving import Cards, Deriving, rows_of
 from .leading import home_of, led_by_name
 from .model_copy import RUNTIME_STATE, copy_structure

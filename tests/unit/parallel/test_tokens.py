@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.token_plan import BlockRows, TokenPlan, places
+from devicebridge.parallel.local.borrow import RowResiduals
 from devicebridge.parallel.local.collectives import Collective, Tensors
 from devicebridge.parallel.local.heads import find_heads, groups_for
-from devicebridge.parallel.local.residuals import Residuals
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Rows, TokenParallel
 from torch import nn
 
@@ -511,7 +511,7 @@ def test_numbers_of_rows_are_counted_as_a_rank_has_them(rank: int) -> None:
 
 def test_residuals_are_cut_until_rows_are_gathered() -> None:
     here, whole_rows = rows_of(1), torch.arange(12)[None, :, None]  # shorter than the axis
-    residuals = Residuals([whole_rows, None], here, "img")
+    residuals = RowResiduals([whole_rows, None], here, "img")
     assert residuals[0].flatten().tolist() == [6, 7, 8, 9, 10, 11] and residuals[1] is None
     assert [each if each is None else each.shape[1] for each in residuals] == [6, None]
     assert [each if each is None else each.shape[1] for each in reversed(residuals)] == [None, 6]
