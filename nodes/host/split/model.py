@@ -222,7 +222,7 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
             try:
                 plans[way] = make(model, request, blocks)
             except (ValueError, RuntimeError) as error:
-                refusals[way] = first_line(error)
+                refusals[way] = first_line(error).partition(". ")[0]  # what to do is for who named that way
         if len(plans) == 1:
             raise ValueError("; ".join(f"not {way}: {reason}" for way, reason in refusals.items()))
         num_tokens = usual_tokens(blocks.layout)
