@@ -124,7 +124,8 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         _wait_for_state(page, run, "stopped")
         assert _fact(page, "Step") == f"{step} of {STEPS}"
         assert page.locator(".db-loss svg path.db-line").get_attribute("d")
-        page.get_by_role("button", name="Resume").click()
+        assert page.get_by_role("spinbutton", name="Steps").input_value() == str(STEPS)
+        page.get_by_role("button", name="Resume" if has_vue_nodes else "Continue with these settings").click()
         _wait_for_state(page, run, "running")
         _wait_for_state(page, run, "finished")
         assert _fact(page, "Step") == f"{STEPS} of {STEPS}"
