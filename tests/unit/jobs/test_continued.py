@@ -31,9 +31,12 @@ pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts
 BEGUN = 2  # steps
 
 
+def _merged(own, others):
+    return {name: own.get(name, {}) | others.get(name, {}) for name in own | others}
+
+
 def _changed(job: JobConfig, **sections: dict[str, Any]) -> JobConfig:
-    values = job_to_dict(job)
-    return make_job({**values, **{name: {**values[name], **section} for name, section in sections.items()}})
+    return make_job(_merged(job_to_dict(job), sections))
 
 
 def _job(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
@@ -43,13 +46,11 @@ def _job(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
         "cache": {"folder": encoded_before(tmp_path)},
         "output": {"save_every_steps": 0},
     }
-    return make_tiny_job(
-        tmp_path, "wan", **{name: values.get(name, {}) | sections.get(name, {}) for name in {**values, **sections}}
-    )
+    return make_tiny_job(tmp_path, "wan", **_merged(values, sections))
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> JobConfig:
+def begun(tmp_path):
     """Stopped after its second step, with all that a continued run must carry over."""
     job = _job(tmp_path, evaluation={"folder": str(tmp_path / "held_out")})
     run_steps(job, BEGUN)
@@ -93,7 +94,7 @@ def _loop_from(job: JobConfig, checkpoint: Path, position: tuple[int, int]) -> l
         total = 0.0
         for index in range(job.train.gradient_accumulation_steps):
             chosen = order.next()
-            batch = data.load(chosen.indices, chosen.captions_dropped)
+            batch = data.load(chosen.indices, chosen.captions)
             generator = make_generator(job.train.seed, "train", step, index)
             u = torch.rand(len(chosen.indices), generator=generator, dtype=torch.float64)
             noise = torch.randn(batch.latents.shape, generator=generator)
@@ -128,7 +129,7 @@ def _begin(job: JobConfig) -> None:
 # --- other settings and other pictures --------------------------------------------------------------------------------
 
 
-def test_more_steps_at_another_rate_have_the_losses_of_a_fresh_run_from_there(begun: JobConfig) -> None:
+def test_more_steps_at_another_rate_have_the_losses_of_a_fresh_run_from_there(begun):
     changes: dict[str, Any] = {
         "train": {"steps": 6, "gradient_accumulation_steps": 2, "clip_norm": 0.5},
         "optimizer": {"learning_rate": 4e-3, "weight_decay": 0.3},
@@ -148,7 +149,7 @@ def test_more_steps_at_another_rate_have_the_losses_of_a_fresh_run_from_there(be
     assert again.losses == found.losses
 
 
-def test_new_pictures_are_encoded_alone_and_drawn_anew_from_the_step_on(tmp_path: Path) -> None:
+def test_new_pictures_are_encoded_alone_and_drawn_anew_from_the_step_on(tmp_path):
     job = _job(tmp_path, cache={"folder": str(tmp_path / "cache")})
     run_steps(job, BEGUN)
     start = _newest(job)
@@ -167,7 +168,7 @@ def test_new_pictures_are_encoded_alone_and_drawn_anew_from_the_step_on(tmp_path
     assert found.losses[BEGUN:] == pytest.approx(_loop_from(job, start, (epoch, 0)), rel=1e-5)
 
 
-def test_a_crash_of_a_continued_run_is_resumed_as_that_run_and_the_old_one_is_still_there(begun: JobConfig) -> None:
+def test_a_crash_of_a_continued_run_is_resumed_as_that_run_and_the_old_one_is_still_there(begun):
     straight = run_job(_changed(begun, output={"folder": f"{begun.output.folder}_straight"}))
     job = _changed(begun, optimizer={"learning_rate": 3e-3})
     _begin(job)
@@ -181,15 +182,9 @@ def test_a_crash_of_a_continued_run_is_resumed_as_that_run_and_the_old_one_is_st
     assert back.lora_path.read_bytes() == straight.lora_path.read_bytes()
 
 
-def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun: JobConfig) -> None:
-    others = {
-        "lora.rank": 8,
-        "lora.alpha": 2,
-        "lora.targets": ["*to_q"],
-        "lora.kind": "lokr",
-        "model.variant": "wan2.1-t2v-1.3b",
-    }
-    for key, value in others.items():
+def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun):
+    others = {"lora.rank": 8, "lora.alpha": 2, "lora.targets": ["*to_q"], "lora.kind": "lokr"}
+    for key, value in {**others, "model.variant": "wan2.1-t2v-1.3b"}.items():
         section, _, name = key.partition(".")
         with pytest.raises(ValueError, match=rf"cannot go on with these settings(.|\n)*{key}: .* -> "):
             run_job(_changed(begun, **{section: {name: value}}), resume="continue")
@@ -200,13 +195,9 @@ def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun: JobConfig) -
     assert not (_newest(begun) / "continued.json").exists()
 
 
-def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(
-    begun: JobConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(begun, monkeypatch):
     settings = {"optimizer": {"name": "adafactor"}, "train": {"ema_decay": 0.9}, "evaluation": {"quantiles": [0.5]}}
-    job = _changed(begun, **settings)
-    made: list[Any] = []
-    make = build.Trainer
+    job, made, make = _changed(begun, **settings), [], build.Trainer
     monkeypatch.setattr(build, "Trainer", lambda **values: made.append(make(**values)) or made[-1])
     found = run_job(job, resume="continue", should_stop=lambda: len(made) > 0)
     (trainer,) = made
@@ -214,9 +205,7 @@ def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(
     average = {name[4:].replace(".default", ""): each for name, each in trainer._average.tensors().items()}
     assert average.keys() == saved.keys() and all(torch.equal(average[name], each) for name, each in saved.items())
     assert not trainer._optimizer.state and found.step == BEGUN
-    assert any(
-        "optimizer.name: 'adamw' -> 'adafactor'; the optimizer's state begins anew" in line for line in _what(job)
-    )
+    assert "optimizer.name: 'adamw' -> 'adafactor'; the optimizer's state begins anew" in _what(job)
     assert run_job(job, resume=True).step == 4
     evaluations = json.loads((_newest(job) / "state.json").read_text())["evaluations"]
     assert evaluations.keys() == {"2", "4"}, "those at other noise levels are not compared with these"
@@ -232,9 +221,7 @@ def _on_cards(tmp_path: Path, run: str, count: int, **sections: dict[str, Any]) 
         "train": {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3},
         "output": {"folder": str(tmp_path / run)},
     }
-    return _job(
-        tmp_path, **{name: {**values.get(name, {}), **sections.get(name, {})} for name in {**values, **sections}}
-    )
+    return _job(tmp_path, **_merged(values, sections))
 
 
 def _run(job: JobConfig, cards: int = 3, **arguments: Any) -> TrainingResult:
@@ -243,7 +230,7 @@ def _run(job: JobConfig, cards: int = 3, **arguments: Any) -> TrainingResult:
 
 
 @pytest.mark.parametrize("first", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (1, 3))])
-def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path: Path, first: int) -> None:
+def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path, first):
     """Also where the cards of before are gone, and with another schedule of microbatches."""
     straight = _run(_on_cards(tmp_path, "straight", first))
     assert straight.lora_path is not None
@@ -268,9 +255,7 @@ def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path: 
     ],
     ids=["draws on the cards", "layers that all blocks read"],
 )
-def test_other_bits_on_other_cards_are_refused_until_they_are_asked_for(
-    tmp_path: Path, sections: dict[str, Any]
-) -> None:
+def test_other_bits_on_other_cards_are_refused_until_they_are_asked_for(tmp_path, sections):
     with emulated_cards(3):
         run_steps(_on_cards(tmp_path, "run", 2, **sections))
     job = _on_cards(tmp_path, "run", 3, **sections)
@@ -281,7 +266,7 @@ def test_other_bits_on_other_cards_are_refused_until_they_are_asked_for(
 
 
 @pytest.mark.parametrize("shares", [[], [1.0, 1.0]], ids=["data", "tokens"])
-def test_a_run_of_copies_continues_by_another_strategy(tmp_path: Path, shares: list[float]) -> None:
+def test_a_run_of_copies_continues_by_another_strategy(tmp_path, shares):
     with emulated_cards(3):
         run_steps(_on_cards(tmp_path, "run", 2, parallel={"strategy": "data"}))
     job = _on_cards(tmp_path, "run", 2, parallel={"strategy": "pipeline"})
@@ -300,7 +285,7 @@ def test_a_run_of_copies_continues_by_another_strategy(tmp_path: Path, shares: l
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_change_is_noticed(begun: JobConfig) -> None:
+def test_a_damaged_change_is_noticed(begun):
     _begin(_changed(begun, train={"clip_norm": 2.0}))
     file = _newest(begun) / "continued.json"
     file.write_text(file.read_text().replace("2.0", "3.0"))
@@ -308,7 +293,7 @@ def test_a_damaged_change_is_noticed(begun: JobConfig) -> None:
         load_checkpoint(file.parent)
 
 
-def test_a_graph_continues_its_newest_run_and_says_what_changes(begun: JobConfig) -> None:
+def test_a_graph_continues_its_newest_run_and_says_what_changes(begun):
     job = _changed(begun, optimizer={"learning_rate": 2e-3})
     run = next_run(job, resume="continue")
     assert (run.job, run.resume) == (job, "continue") and "optimizer.learning_rate: 0.001 -> 0.002" in run.note
@@ -328,9 +313,7 @@ class _Finds(torch.optim.SGD):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adafactor", "finds"])
 @pytest.mark.parametrize("rates", [(0.0, 1e-4), (1e-4, 0.0), (1e-4, 3e-4)])
-def test_an_optimizer_keeps_what_it_found_and_takes_new_rates(
-    name: str, rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_keeps_what_it_found_and_takes_new_rates(name, rates, monkeypatch):
     """One group or two before and after: text encoders have a rate of their own or not."""
     monkeypatch.setitem(optimizer_module._CLASSES, "finds", f"{__name__}._Finds")
 
@@ -354,7 +337,7 @@ def test_an_optimizer_keeps_what_it_found_and_takes_new_rates(
     assert bool(states) == (name != "finds") and all(torch.equal(kept[key], was[key]) for key in states)
 
 
-def test_gradients_have_one_length_however_cards_share_them() -> None:
+def test_gradients_have_one_length_however_cards_share_them():
     """Summed by card, or as torch sums them, it differs in its last bits."""
     generator = torch.Generator().manual_seed(6)
     gradients = [torch.randn(5, 7, generator=generator) for _ in range(90)]
