@@ -14,7 +14,6 @@ them under the names and in the folders that the encoders' classes read.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any
 from ..quantization.frozen_linear import FrozenLinear8
 from ..quantization.kernel_choice import has_float8
-
-logger = logging.getLogger(__name__)
 
 TextScheme = Literal["none", "fp8", "int8"]
 Sources = Mapping[str, TensorRecord]  # by name in the model
@@ -200,13 +197,6 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
         module._parameters[leaf] = model.get_parameter(read)
     for name, buffer in list(model.named_buffers()):
         put_tensor(model, name, buffer.to(storage.device))
-    if storage.scheme != "none":
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        rounded = [module for name, module in linears.items() if is_rounded(module, name, storage.kept)]
-        full_gb = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize / 1e9
-        held_gb = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded) / 1e9
-        message = "%d of %d linears of %s are held in %s: %.2f GB instead of %.2f"
-        logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, held_gb, full_gb)
 
 
 def is_rounded(module: nn.Module, fqn: str, kept: Sequence[str]) -> TypeGuard[nn.Linear]:

@@ -133,7 +133,7 @@ _MOST = 1e100  # the product of two is still a finite float
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 
-def read_json_object(file: Path, remedy: str = "download it again", most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
+def read_json_object(file: Path, remedy: str = "download it again") -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Args:
@@ -141,7 +141,7 @@ def read_json_object(file: Path, remedy: str = "download it again", most_bytes: 
     Raises: ValueError naming the file if it is no JSON or no object; FileNotFoundError.
     """
     try:
-        text = read_ordinary(file, most_bytes, "a JSON file")
+        text = read_ordinary(file, _MOST_BYTES, "a JSON file")
     except ValueError as error:
         raise ValueError(f"{file} {error}; {remedy}") from error
     return parse_json_object(text, str(file), remedy)
