@@ -30,8 +30,9 @@ class ModelConfig:
             two models have the same shapes.
         second_expert: The other one of a pair of experts (Wan 2.2 A14B), trained at the same time on cards of its own.
             One folder may hold both. Without it the model at path is trained alone.
-        dtype: Number type of the frozen weights and of the computation. float32 takes twice the memory and is for
-            comparisons.
+        dtype: Number type of the frozen weights and of the computation. On cards without bfloat16 (V100, RTX 20) it
+            stands for float16 with a scaled loss, where the model's range allows that. float32 takes twice the memory
+            and is for comparisons, and for models that float16 is not for.
         quantize: How the frozen linear layers are held; the LoRA keeps its precision. 8 bits take half the memory of
             16. fp8 and int8 only store in 8 bits. fp8-compute and int8-compute also multiply in 8 bits. fp8-compute
             (RTX 40 or newer) and int8-compute (RTX 20 or newer) are faster and a little noisier. stored keeps a
@@ -47,7 +48,7 @@ class ModelConfig:
     family: str = ""
     variant: str = ""
     second_expert: PathText = ""
-    # float16 is not offered: its range is too small for these models' gradients without loss scaling
+    # float16 is not asked of the user: jobs/resolve.py takes it where a card has no bfloat16
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantize: ModelScheme = "none"
     rotation: Literal[64, 0, 16, 256] = 64

@@ -322,6 +322,12 @@ class HostModel(Protocol):
                 as it does, [B, 1 or C, F, H, W]. Streams say how packed latents are taken apart.
         """
 
+    def computing_in(self, dtype: torch.dtype) -> HostModel:
+        """The same, to be computed in another type.
+
+        Raises: ValueError if the host does not take this type's range to be enough.
+        """
+
     def time_of(self, level: float) -> float:
         """The time that add_noise takes for a noise level as objective.lowest_noise counts it, both in 0..1."""
 

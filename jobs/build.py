@@ -92,6 +92,7 @@ def build_trainer(
         is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
         samples=make_sampler(plan, assembled, runner, data[0], events, ranks),
         ranks=ranks,
+        dtype=plan.execution.dtype,
     )
 
 

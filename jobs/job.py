@@ -46,7 +46,7 @@ from .ranks import (
     unless_stopped,
 )
 from .read_job import ReadJob, find_start, read_job
-from .resolve import Machine, find_machine, plan_on
+from .resolve import Machine, find_machine, in_type_of_cards, plan_on
 from .resume import TrainingResult, as_decided, find_identity, placement_facts
 
 
@@ -131,11 +131,14 @@ def _resolve_and_check(
     schedule = make_noise_schedule(read.job.objective, read.info.family, read.variant)
     refuse_stills(read)
     resolved = resolve_here(read.job, read.subject, ranks, host_share, earlier, is_to_train=is_to_train)
+    info, execution = read.info, resolved.execution
+    if is_to_train:
+        info, execution = in_type_of_cards(resolved, info, ranks)
     plan = JobPlan(
         job=resolved.job,
-        info=read.info,
+        info=info,
         variant=read.variant,
-        execution=resolved.execution,
+        execution=execution,
         schedule=schedule,
         samples=read.samples,
         eval_samples=read.eval_samples,

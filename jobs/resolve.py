@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..config.setting import requested
@@ -26,8 +27,9 @@ from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
 from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, why_no_tokens
-from ..parallel.devices import CPU, find_device, find_devices, free_bytes
+from ..parallel.devices import CPU, device_title, find_device, find_devices, free_bytes, has_bf16, has_fp16
 from ..parallel.placement import Placement
+from ..parallel.ranks.group import Ranks
 from ..planning.cards import Card, cards_of
 from ..planning.costs import ModelCosts
 from ..planning.dry_run import NoForecast
@@ -189,6 +191,36 @@ def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, cho
         _log.warning("microbatches do not follow each other through the cards: %s", fault)
         return "none"
     return chosen
+
+
+def in_type_of_cards(resolved: Resolution, info: CheckpointInfo, ranks: Ranks) -> tuple[CheckpointInfo, ExecutionPlan]:
+    """The model and its plan in float16 where a card of any rank has no bfloat16; all ranks.
+
+    Diffusers' classes here are FLUX.1, FLUX.2 and Wan, which ComfyUI computes in float16, too.
+
+    Raises: ValueError for a model or a card that float16 is not for.
+    """
+    execution, settings = resolved.execution, resolved.job
+    without = [device for device in execution.placement.used_devices if not has_bf16(device)]
+    is_without = ranks.any(bool(without))
+    if execution.dtype is not torch.bfloat16 or not is_without:
+        return info, execution
+    card = f"{without[0]} {device_title(without[0])}".strip() if without else "a card of another process"
+    try:
+        if any(not has_fp16(device) for device in without):
+            raise ValueError("its float16 gives wrong numbers or is slow")
+        if settings.lora.dtype == "bfloat16":
+            raise ValueError('lora.dtype is "bfloat16", and gradients of float16 need "float32"')
+        if info.family.host is not None:
+            host = info.family.host.computing_in(torch.float16)
+            info = replace(info, family=replace(info.family, host=host))
+    except ValueError as error:
+        raise ValueError(
+            f"{card} does not compute in bfloat16, and float16 is not for this job: {error}; set model.dtype and "
+            'lora.dtype to "float32", or take a card that has bfloat16 (RTX 30 or newer)'
+        ) from error
+    _log.warning("%s does not compute in bfloat16: the model is computed in float16, with a scaled loss", card)
+    return info, replace(execution, dtype=torch.float16)
 
 
 def search_space(job: JobConfig) -> SearchSpace:

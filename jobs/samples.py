@@ -144,7 +144,7 @@ def make_sampler(
         drawing=_drawing(plan),
         family=family,
         variant=variant,
-        dtype=getattr(torch, job.model.dtype),
+        dtype=plan.execution.dtype,
         folder=Path(job.output.folder),
         last=job.train.steps,
         shape=() if size is None else latent_shape_of(plan.info, variant, size[:2], size[2]),

@@ -78,6 +78,30 @@ def device_title(device: torch.device) -> str:
     return str(getattr(properties, "name", ""))
 
 
+# As ComfyUI lists them (comfy/model_management.py, 0.33.0): cards of AMD without bfloat16 (RDNA 2 and older), and cards
+# of the GTX 16 kind, whose float16 gives NaN.
+_AMD_WITHOUT_BF16 = ("gfx1030", "gfx1031", "gfx1035", "gfx1010", "gfx1011", "gfx1012", "gfx906", "gfx900", "gfx803")
+_WITHOUT_FP16 = ("1660", "1650", "1630", "T500", "T550", "T600", "MX550", "MX450", "30HX", "T2000", "T1000", "T1200")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bfloat16 itself; what torch emulates there is as slow as float32."""
+    module: Any = device_module(device)
+    if device.type == "cuda" and torch.version.hip is not None:
+        return not any(arch in module.get_device_properties(device).gcnArchName for arch in _AMD_WITHOUT_BF16)
+    if device.type == "cuda":
+        return int(module.get_device_properties(device).major) >= 8
+    return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else True
+
+
+def has_fp16(device: torch.device) -> bool:
+    """Whether the device computes in float16 as fast as it can, and right."""
+    module: Any = device_module(device)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return module.get_device_properties(device).major >= 7 and not any(x in device_title(device) for x in _WITHOUT_FP16)
+
+
 def hidden_gpus() -> str:
     """What may hide GPUs from torch in this process, as the end of a message; "" where nothing does."""
     if os.name == "nt":

@@ -107,7 +107,7 @@ def _lora_output(layer: Any, x: Tensor) -> Tensor | None:
     of_each = (each.__dict__ for each in (base, *parts))
     if not is_own or any("forward" in own or any(own[hooks] for hooks in _HOOKS) for own in of_each):
         return None
-    if x.dtype not in (torch.bfloat16, torch.float32):
+    if x.dtype not in TRAINABLE_DTYPES:
         return None
     a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
     if torch.compiler.is_compiling():  # its own fusions; the opaque function below would be in their way

@@ -104,6 +104,18 @@ class EmulatedTensor(torch.Tensor):
     __hash__ = torch.Tensor.__hash__
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """As Module.to does with parameters, which it keeps."""
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        if isinstance(value, EmulatedTensor):
+            self.data_on_cpu = value.data_on_cpu
+            _LIVE[self] = value.device, value.data_on_cpu
+
     def __repr__(self) -> str:
         return f"EmulatedTensor({self.device}, {tuple(self.shape)}, {self.dtype})"
 

@@ -34,6 +34,7 @@ from .batches import CachedSamples
 from .objective import NoiseSchedule, NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
 from .optimizer import (
     LoraAverage,
+    LossScale,
     clip_gradients,
     learning_rate_factor,
     make_optimizer,
@@ -75,6 +76,7 @@ class Trainer:
         is_asked: whether somebody outside has asked for this since it was answered last.
         samples: pictures to draw, or None.
         ranks: the processes that train this job; the first one writes.
+        dtype: what the model computes in; None for the job's. float16 has its loss scaled.
     """
 
     job: JobConfig
@@ -94,6 +96,7 @@ class Trainer:
     is_asked: Callable[[Request], bool] = nothing_asked
     samples: Samples | None = None
     ranks: Ranks = ALONE
+    dtype: torch.dtype | None = None
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -107,7 +110,8 @@ class Trainer:
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer, self.lora.num_of_text)
         decay = self.job.train.ema_decay
         self._average = LoraAverage(self.lora.parameters(), decay) if decay else None
-        self._dtype, pins = getattr(torch, self.job.model.dtype), self.devices[0].type == "cuda"
+        self._dtype, pins = self.dtype or getattr(torch, self.job.model.dtype), self.devices[0].type == "cuda"
+        self._scale = LossScale() if self._dtype is torch.float16 else None
         of_job = self.job.objective, self.family, self.variant, self.schedule
         self._objective = Objective(*of_job, self._dtype, pins)
         self._num_runs = 0  # of the runner
@@ -230,8 +234,14 @@ class Trainer:
             losses = self.accumulate(settings.gradient_accumulation_steps)
         self.train_data.read_ahead(self.order.ahead(self.ranks.place.rank))  # while the devices are still computing
         total = sum(loss.item() for loss in losses)
+        if self._scale is not None:
+            self._scale.unscale(self._parameters)
         norm = clip_gradients(self._parameters, settings.clip_norm or math.inf)
         self._refuse_spoilt_weights()  # the host has just waited for the devices
+        if self._scale is not None and math.isfinite(total) and not self._scale.allows(math.isfinite(norm)):
+            _log.info("step %d is left out: its gradients exceed float16's range", self.step + 1)
+            self._optimizer.zero_grad(set_to_none=True)
+            return total
         if not (math.isfinite(total) and math.isfinite(norm)):
             raise RuntimeError(self._why_not_finite(total, norm))
         set_learning_rate(self._optimizer, learning_rate)
@@ -247,13 +257,18 @@ class Trainer:
             f"step {self.step + 1} gave a loss of {loss} and a gradient of length {norm}; training stopped before it "
             "could spoil the LoRA. "
         )
+        name = str(self._dtype).removeprefix("torch.")
         samples = [pair for each in self._chosen for pair in zip(each.indices, each.captions, strict=True)]
         broken = [text for pair in samples if (text := self.train_data.not_finite(*pair, self._dtype))]
-        if broken:
+        said = f"Not finite as {name}: {'; '.join(dict.fromkeys(broken))}. " if broken else ""
+        if self._scale is not None:
             return what + (
-                f"Not finite as {self.job.model.dtype}: {'; '.join(dict.fromkeys(broken))}. Delete that file, so "
-                "that it is computed again, or take the sample out of the dataset and start anew"
+                f"{said}The model computes in float16, whose range is small: start anew with model.dtype = "
+                '"float32" and another output.folder, or on cards that have bfloat16'
             )
+        if broken:
+            help_with = "Delete that file, so that it is computed again, or take the sample out of the dataset"
+            return f"{what}{said}{help_with} and start anew"
         names = ", ".join(dict.fromkeys(self.train_data.name_of(index) for index, _ in samples))
         return what + (
             f"Its samples are finite: {names}. Start anew with a lower optimizer.learning_rate and another "
@@ -308,7 +323,10 @@ class Trainer:
             return self._objective.weighted(self._objective.noisy(batch, quantiles, generator))
 
         def forward(batch: NoisyBatch) -> torch.Tensor:
-            return self._objective.loss(batch, model, device) / count
+            loss = self._loss(batch, model, device) / count
+            if self._scale is not None:
+                loss.register_hook(self._scale.scaled)
+            return loss
 
         sample, run = self.train_data.samples[chosen.indices[0]], self._num_runs
         size = (len(chosen.indices), DROPPED in chosen.captions, sample.bucket, sample.num_frames, *sample.alike)
@@ -322,6 +340,9 @@ class Trainer:
     def _is_first(self, run: int, shapes: tuple[Any, ...]) -> bool:
         """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
         return bool(self.compiled) and self._first_run.setdefault(shapes, run) == run
+
+    def _loss(self, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
+        return self._objective.loss(batch, model, device)
 
     @torch.no_grad()
     @sound_attention()
@@ -337,7 +358,7 @@ class Trainer:
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._objective.noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._objective.loss(replace(noisy, outside=None), model, device).item())
+                losses.append(self._loss(replace(noisy, outside=None), model, device).item())
             return losses
 
         model.eval()
@@ -390,6 +411,7 @@ class Trainer:
         facts = {
             "config": job_to_dict(self.job),
             "order": self.order.state_dict(),
+            **({} if self._scale is None else {"loss_scale": [self._scale.factor, self._scale.num_good]}),
             "losses": self.losses,
             "evaluations": {str(step): loss for step, loss in self.evaluations.items()},
             **self.identity,
@@ -427,6 +449,10 @@ class Trainer:
         self.step = state.step
         self.losses = list(state.facts["losses"])
         self.evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
+        if (self._scale is None) != ("loss_scale" not in state.facts):
+            _log.warning("the run goes on in %s, since these cards are others than its first ones", self._dtype)
+        elif self._scale is not None:
+            self._scale = LossScale(*state.facts["loss_scale"])
         own = {"cpu", *map(str, self.devices)}  # ranks draw from streams of their own, whichever were saved
         random = {name: each for name, each in state.random.items() if name in own}
         parts: dict[str, Callable[[], object]] = {

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _CLASSES = {
     "came": "pytorch_optimizer.CAME",
 }
 _AVERAGE = "ema."  # in front of the names of its tensors
+_GROWTH_INTERVAL = 2000
 _SHARE = "lr_share"  # of a group whose rate is so much of the others'
 _OF_JOB = ("lr", "weight_decay", _SHARE)  # values of a group that the job says; others are the optimizer's own
 _UNFIT = {
@@ -109,6 +111,41 @@ def _remedy(module: str) -> str:
     if module not in _MODULES or package == "torch":
         return f"install the package that {package} is of"
     return f'run: "{sys.executable}" -m pip install --upgrade {package.replace("_", "-")}'
+
+
+@dataclass
+class LossScale:
+    """What gradients are multiplied by on their way back, so that float16 holds the small ones.
+
+    By the rules of torch.amp.GradScaler, whose numbers these are: a step whose gradients overflow is left out and
+    halves the factor, and so many good ones in a row double it. The gradients of all devices and processes have been
+    added up by then, so they all leave out the same step.
+    """
+
+    factor: float = 2.0**16
+    num_good: int = 0
+
+    def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self.factor
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divide the gradients in place, which is exact."""
+        for each in parameters:
+            if each.grad is not None:
+                each.grad.div_(self.factor)
+
+    def allows(self, is_finite: bool) -> bool:
+        """Whether a step is made, or its gradients say why not: they are not finite, and the factor is as low as it
+        gets."""
+        if is_finite:
+            self.num_good += 1
+            if self.num_good == _GROWTH_INTERVAL:
+                self.factor, self.num_good = self.factor * 2, 0
+        elif self.factor > 1:
+            self.factor, self.num_good = self.factor / 2, 0
+            return False
+        return True
 
 
 class KahanSum:

@@ -5,7 +5,7 @@ Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of build
 hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "plans": {build:
 why it has none}, "refused": {build: why, "" if it is not}, "full": {file of full size: what is wrong with its plan},
 "experts": {case: [least and largest noise level drawn, difference from all levels cut to these, what is warned of]},
-"ranges": {build: [least and largest noise level drawn]}}.
+"ranges": {build: [least and largest noise level drawn]}, "float16": {build: difference from float32, or a refusal}}.
 """
 
 import dataclasses
@@ -191,6 +191,25 @@ def ranged(name: str) -> list[float]:
     return [float(levels.min()), float(levels.max())]
 
 
+def in_float16(name: str) -> float | str:
+    """How far what a build says in float16 is from what it says in float32; why it is refused."""
+    family, kinds = BUILDS[name], (torch.float32, torch.float16)
+    with small_sizes(family):
+        info = read(name, family)
+        try:
+            host = info.family.host.computing_in(torch.float16)
+        except ValueError as error:
+            return str(error)
+        half = dataclasses.replace(info, family=dataclasses.replace(info.family, host=host))
+        text, said = read_conditioning(family.condition(1), "text", keeps_all=True), []
+        for each, dtype in zip((info, half), kinds, strict=True):
+            model = load_transformer(each, lambda name: CPU, dtype)
+            assert any(each.dtype is dtype for each in model.parameters())
+            torch.manual_seed(5)
+            said.append(_said(each, model, family.latent, text).double())
+    return float((said[1] - said[0]).norm() / said[0].norm())
+
+
 def _levels(plan: Any, schedule: Any) -> torch.Tensor:
     times = schedule.sigmas(torch.linspace(0, 1, 4003)[1:-1], 64)
     one = torch.ones(len(times), 1, 1, 1, 1)
@@ -234,7 +253,8 @@ if __name__ == "__main__":
         refused |= {f"{name} of a file with sums": summed(name) for name in ("Stable Cascade C",)}
         needed = {name: needs(name) for name in NEEDS}
         ranges = {name: ranged(name) for name in RANGED}
+        halves = {name: in_float16(name) for name in ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "Qwen-Image")}
         experts = {" ".join(case[1:]): expert(*case) for case in EXPERTS}
     found = {"cut": cut, "tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused}
-    found |= {"full": full, "experts": experts, "ranges": ranges}
+    found |= {"full": full, "experts": experts, "ranges": ranges, "float16": halves}
     print(json.dumps(found), flush=True)

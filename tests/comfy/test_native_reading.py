@@ -95,6 +95,14 @@ def test_a_range_of_noise_levels_is_the_network_s_own(found: dict[str, Any]) -> 
         assert bounds == pytest.approx([0.3, 0.6], abs=2e-3), name
 
 
+def test_comfyui_s_own_list_says_which_models_are_computed_in_float16(found: dict[str, Any]) -> None:
+    refused = found["float16"].pop("Qwen-Image")
+    assert "QwenImage in torch.float16" in refused
+    assert len(found["float16"]) == 2
+    for name, apart in found["float16"].items():
+        assert 1e-6 < apart < 1e-2, (name, apart)
+
+
 def test_a_model_without_experts_refuses_one(found: dict[str, Any]) -> None:
     (says,) = found["experts"]["wan2.2_ti2v_5B.safetensors low_noise"]
     assert 'objective.expert = "low_noise" is of Wan 2.2\'s experts' in says and "remove the setting" in says

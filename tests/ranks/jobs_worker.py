@@ -23,7 +23,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import torch  # noqa: E402
 from devicebridge.config.job import job_to_dict, load_job, make_job  # noqa: E402
 from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
-from devicebridge.jobs import rank_plans  # noqa: E402
+from devicebridge.jobs import rank_plans, resolve  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
 from devicebridge.parallel.local.block_split import BlockSplit  # noqa: E402
@@ -60,6 +60,7 @@ def run(item, joined_ranks):
         rows_read() as read,
         free_on_cards(item["rooms"], place.rank),
         kept_blocks() as kept_here,
+        mock.patch.object(resolve, "has_bf16", lambda device: place.rank < place.num_ranks - 1),
     ):
         devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
         if item["spread"]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from devicebridge.config.job import save_job
 from devicebridge.data.samples import BatchOrder
+from devicebridge.jobs import resolve
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.rank_plans import plan_shared, shared_weights
 from devicebridge.jobs.read_job import read_job
@@ -35,6 +36,7 @@ BRIEF = {"steps": 5}
 SHORT = {} if LONG else BRIEF
 PICTURES = {"train": {"steps": 2, "gradient_accumulation_steps": 3}, "samples": {"prompts": ["a cat"], "steps": 2}}
 LOKR = {"lora": {"kind": "lokr"}, "train": {**BRIEF, "ema_decay": 0.5}}
+HALF = {"model": {"dtype": "bfloat16"}, "train": {"steps": 3}, "evaluation": {"folder": ""}}
 MACHINES = {"train": {"steps": 2}, "samples": {"prompts": ["a cat"]}}
 # On two ranks. Cards are emulated ones, two for each rank; they are slow, so those runs are short in a short run.
 ON_TWO = {
@@ -144,13 +146,14 @@ def on_two(folder, alone, on_four):
         {"job": folder / "changed.toml", "resume": True},
         {"job": _job(folder, "pictures", parallel={"strategy": "fsdp"}, **PICTURES)[1]},
         {"job": _job(folder, "lokr", parallel={"strategy": "fsdp"}, **LOKR)[1]},
+        {"job": _job(folder, "half", parallel={"strategy": "fsdp"}, **HALF)[1]},
         {"job": _job(folder, "machines", parallel={"strategy": "fsdp"}, **MACHINES)[1], "spread": True},
         *_refused(folder),
         *_planned_as_cards(folder),
     ]
     results = run_jobs(folder, plan, count=2)
     others = [f"other {name}" for name in _others()]
-    names = [*jobs, *["chain"] * LONG, "changed", "pictures", "lokr", "machines", *others, *KEPT]
+    names = [*jobs, *["chain"] * LONG, "changed", "pictures", "lokr", "half", "machines", *others, *KEPT]
     return dict(zip(names, results, strict=True))
 
 
@@ -240,6 +243,16 @@ def test_a_lokr_and_its_average_are_those_of_one_process(folder, on_two):
     assert on_two["lokr"]["losses"] == pytest.approx(expected.losses, rel=1e-5)
     found, wanted = (load_file(folder / name / job.output.file_name) for name in ("lokr", "lokr_alone"))
     assert any("lokr" in name for name in wanted) and _difference(found, wanted) < 1e-4
+
+
+def test_processes_of_which_one_has_no_bfloat16_all_compute_in_float16(folder, on_two, monkeypatch):
+    monkeypatch.setattr(resolve, "has_bf16", lambda device: False)
+    job, _ = _job(folder, "half alone", **HALF)
+    expected = run_job(job)
+    assert on_two["half"]["losses"] == pytest.approx(expected.losses, rel=1e-3)
+    runs = [Path(job.output.folder), folder / "half"]
+    states = [json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text()) for run in runs]
+    assert [state["loss_scale"] for state in states] == [[2.0**16, 3]] * 2
 
 
 @pytest.mark.long

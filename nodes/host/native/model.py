@@ -113,10 +113,17 @@ class ComfyModel:
             noisy = noisy * noise_mask + kept * (1 - noise_mask)
         return noisy.float(), target.float(), sigmas
 
+    def computing_in(self, dtype: torch.dtype) -> ComfyModel:
+        own = _copied(self._config)
+        if dtype not in own.supported_inference_dtypes:
+            raise ValueError(f"ComfyUI does not compute {type(self._config).__name__} in {dtype}, which it overflows")
+        own.set_inference_dtype(dtype, None)
+        return ComfyModel(own, self._names, self._prefix, self._row)
+
     def time_of(self, level: float) -> float:
         if self._kind not in FLOWS:
             return level
-        # Cosmos adds noise to the data, and does not mix the two.
+        # Cosmos adds noise to the data.
         return time_at(self.sampling, level / (1 - level) if self._kind == "FLOW_COSMOS" else level)
 
     def _noised(self, sigmas: torch.Tensor, noise: torch.Tensor, clean: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -227,9 +234,7 @@ class ComfyModel:
 
 def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:
     """ComfyUI's model without weights; some classes count with numbers of their own, which are not on meta."""
-    # Of its own, and with plain layers; copies of a model share it.
-    own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
-    own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
+    own = _copied(config)  # copies of a model share it
     own.custom_operations = plain_operations()
     with parameters_on_meta():
         try:
@@ -238,6 +243,13 @@ def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: t
             if device.type != "meta":
                 raise
             return own.get_model(dict(names), prefix, device=torch.device("cpu"))
+
+
+def _copied(config: Any) -> Any:
+    """A config of its own, whose class is not copied with a model."""
+    own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
+    own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
+    return own
 
 
 def _conditions(

@@ -15,6 +15,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.system import files
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training import loop as loop_module
+from devicebridge.training import objective as objective_module
 from devicebridge.training.state import list_checkpoints
 from PIL import Image
 from safetensors.torch import load_file
@@ -201,14 +202,14 @@ def test_samples_that_are_not_finite_are_named_and_no_other_learning_rate_is_adv
 
 
 def test_a_step_that_is_not_finite_names_its_samples_and_saves_those_before(tmp_path, monkeypatch):
-    ordinary = loop_module.prediction_loss
+    ordinary = objective_module.prediction_loss
     calls = []
 
     def spoil_the_third(*arguments):
         calls.append(1)
         return ordinary(*arguments) * (math.inf if len(calls) == 3 else 1)
 
-    monkeypatch.setattr(loop_module, "prediction_loss", spoil_the_third)
+    monkeypatch.setattr(objective_module, "prediction_loss", spoil_the_third)
     message = r"step 3 gave .*samples are finite: .*image_\d\.png, .*lower optimizer\.learning_rate.*\n.*step-000002\."
     with pytest.raises(RuntimeError, match=message):
         run_job(_job(tmp_path))
