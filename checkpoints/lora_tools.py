@@ -191,6 +191,8 @@ def combine(
         _refuse_kinds(file, "scaled, merged or resized")
         if not math.isfinite(weight) or not weight:
             raise ValueError(f"{file.path} times {weight:g} is no LoRA; give another number")
+        if (rank or share < 1) and len({p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)}) > 1:
+            raise ValueError(f"{file.path} has layers twice, for both loaders; convert it to original before it is cut")
         if sizes and not sizes.keys() & file.names.keys():
             raise ValueError(
                 f"{file.path} has no layer of {files[0][0].path}: one begins with {next(iter(file.names))}, the other "
@@ -260,9 +262,7 @@ def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloa
     for name in ours | theirs:
         one, other = (list(of[name].shape) if name in of else "missing" for of in (ours, theirs))
         if one != other:
-            raise ValueError(
-                f"{name} is {one} in {tuned} and {other} in {base}; give two files of one model, in one layout"
-            )
+            raise ValueError(f"{name} is {one} in {tuned} and {other} in {base}; give files of one model and layout")
     layers = [name.removesuffix(".weight") for name, record in ours.items() if _is_layer(name, record)]
     is_diffusers = any(
         all(find_by_diffusers(layer, family.renames) for layer in layers)

@@ -77,7 +77,7 @@ class WeightReader:
         return list(self.header.tensors)
 
     def release(self) -> None:
-        """Let go of memory that holds what was read; tensors that are looked at again are read again."""
+        """Let go of memory that holds what was read. It is read anew when looked at, without what was written to it."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.content.madvise(mmap.MADV_DONTNEED)
 
@@ -220,23 +220,27 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metad
     entries: dict[str, tuple[torch.Tensor, int]] = {}  # shape and type on meta, and where it begins
     numbers = bytearray()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent) as spool:
-        for name, tensor in tensors:
-            if name in entries:
-                raise ValueError(f"{path} would have {name} twice")
-            entries[name] = torch.empty_like(tensor, device="meta"), spool.tell() if tensor.ndim else len(numbers)
-            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            if tensor.ndim:
-                spool.write(content.data)
-            else:
-                numbers += content.tobytes()
-        header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-        for name, (kind, start) in entries.items():
-            start += len(numbers) if kind.ndim else 0
-            ends = [start, start + kind.numel() * kind.element_size()]
-            header[name] = {"dtype": types[kind.dtype], "shape": list(kind.shape), "data_offsets": ends}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        spool.seek(0)
-        pieces = iter(lambda: spool.read(_PIECE_BYTES), b"")
-        write_atomically(path, chain((len(text).to_bytes(8, "little"), text, bytes(numbers)), pieces))
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as spool:
+            for name, tensor in tensors:
+                if name in entries:
+                    raise ValueError(f"{path} would have {name} twice")
+                entries[name] = torch.empty_like(tensor, device="meta"), spool.tell() if tensor.ndim else len(numbers)
+                content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                if tensor.ndim:
+                    spool.write(content.data)
+                else:
+                    numbers += content.tobytes()
+            header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+            for name, (kind, start) in entries.items():
+                start += len(numbers) if kind.ndim else 0
+                ends = [start, start + kind.numel() * kind.element_size()]
+                header[name] = {"dtype": types[kind.dtype], "shape": list(kind.shape), "data_offsets": ends}
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            text += b" " * (-len(text) % 8)
+            spool.seek(0)
+            pieces = iter(lambda: spool.read(_PIECE_BYTES), b"")
+            write_atomically(path, chain((len(text).to_bytes(8, "little"), text, bytes(numbers)), pieces))
+    except OSError as error:
+        error.filename = error.filename or str(path)  # which a full disk does not give
+        raise

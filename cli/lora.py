@@ -179,5 +179,5 @@ def report(facts: dict[str, Any], *, show_all: bool = False) -> str:
     for each in shown:
         rank = "" if each["rank"] is None else f", rank {each['rank']}, strength {each['strength']:.4g}"
         lines.append(f"  {each['norm']:.4g}  {each['name']} {each['size'][0]} by {each['size'][1]}{rank}")
-    lines += [f"metadata {key}: {value[:100]}" for key, value in sorted(facts["metadata"].items())]
+    lines += [f"metadata {key}: {value[:100]!r}" for key, value in sorted(facts["metadata"].items())]
     return "\n".join(lines)

@@ -220,6 +220,8 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
         "huge": {name: each * (1e4 if "lora_" in name else 1) for name, each in _layer(X, 1, alpha=1e4).items()},
     }
     files = {name: _file(tmp_path / f"{name}.safetensors", tensors) for name, tensors in kinds.items()}
+    twice = _layer("transformer.proj_out", 1) | _layer("lora_unet_final_layer_linear", 1)
+    files["twice"] = _file(tmp_path / "twice.safetensors", twice)
     tuned, base, _ = _models(tmp_path, (torch.float32, torch.float32))
     eight = {n: each.to(torch.float8_e4m3fn) if each.ndim > 1 else each for n, each in load_file(base).items()}
     eight_bit = _file(tmp_path / "eight.safetensors", eight)
@@ -236,6 +238,7 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
             ["resize", files["huge"], "--rank", 1, "--dtype", "float16", *out],
             (str(files["huge"]), "float16"),
         ),
+        "cut in two ways": (["resize", files["twice"], "--rank", 1, *out], (str(files["twice"]), "both")),
         "by 0": (["scale", good, "--by", 0, *out], (str(good),)),
         "there already": (["scale", good, "--by", 2, "-o", good], (str(good),)),
         "ending": (["scale", good, "--by", 2, "-o", tmp_path / "a.pt"], ("a.pt", ".safetensors")),
@@ -317,6 +320,27 @@ def test_every_layout_becomes_every_other(tmp_path: Path) -> None:
                 assert all(key.startswith(prefix) for key in load_file(out)), out
         for source in sources.values():
             source.unlink()
+
+
+def test_new_names_leave_every_kind_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {**_layer(X, 1), f"{X}.dora_scale": torch.ones(12, 1), **_layer("lora_te_text", 5)}
+    lokr = {
+        "diffusion_model.blocks.1.ffn.0.lokr_w1": _noise(7, 2, 4),
+        "diffusion_model.blocks.1.ffn.0.lokr_w2": _noise(8, 3, 5),
+    }
+    source = _file(tmp_path / "a.safetensors", tensors | lokr)
+    _run("convert", source, "--to", "kohya", "-o", tmp_path / "b.safetensors")
+    assert "lora_unet_blocks_0_ffn_0.lora_down.weight" in load_file(tmp_path / "b.safetensors")
+    _run("convert", tmp_path / "b.safetensors", "--to", "original", "-o", tmp_path / "c.safetensors")
+    found = load_file(tmp_path / "c.safetensors")
+    assert found.keys() == (tensors | lokr).keys()
+    assert all(torch.equal(found[key], each) for key, each in (tensors | lokr).items())
+    capsys.readouterr()
+    _run("inspect", source, "--json")
+    layers = {each["name"]: each for each in json.loads(capsys.readouterr().out)["layers"]}
+    assert [each["kind"] for _, each in sorted(layers.items())] == ["DoRA", "LoKr", "LoRA"]
+    norm = layers["diffusion_model.blocks.1.ffn.0"]["norm"]
+    assert norm == pytest.approx(float(torch.kron(*lokr.values()).norm()), rel=1e-5)
 
 
 def test_a_layer_that_q_k_and_v_share_comes_back_as_it_was(tmp_path: Path) -> None:
