@@ -2,7 +2,7 @@
 
 The two models are files with a hole: base is zeros, and tuned has random numbers in the layers of some blocks, the
 largest among them. The LoRA files have random numbers in every layer. Each tool runs in a process of its own, whose
-greatest resident memory the system says, pages of mapped files included. Needs about 6 GB of disk at --rank 128:
+greatest resident memory Linux says (VmHWM), pages of mapped files included. Needs about 6 GB of disk at --rank 128:
 
     python benchmarks/lora_memory.py --rank 128
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +28,13 @@ from devicebridge.families.naming import originals_of
 from random_checkpoint import write_hollow
 
 TUNED = ("double_blocks.0.", "single_blocks.0.", "single_blocks.37.")  # what differs between the two
+
+
+CHILD = """import sys
+from devicebridge.cli.main import main
+assert main(sys.argv[1:]) == 0
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
 
 
 def main() -> None:
@@ -48,12 +55,12 @@ def main() -> None:
         write_tensors(lora, _factors(sizes, arguments.rank), {})
         less = str(arguments.rank // 4)
         tools = {
-            "extract": [str(tuned), str(base), "--rank", less],
-            "scale": [str(lora), "--by", "0.5"],
             "merge": [str(lora), f"{lora}:0.5"],
-            "resize": [str(lora), "--rank", less],
+            "extract": [str(tuned), str(base), "--rank", less],
             "convert": [str(lora), "--to", "both"],
+            "scale": [str(lora), "--by", "0.5"],
             "inspect": [str(lora)],
+            "resize": [str(lora), "--rank", less],
         }
         found = {"model_gb": num_bytes / 1e9, "lora_gb": lora.stat().st_size / 1e9, "rank": arguments.rank}
         for tool, options in tools.items():
@@ -84,10 +91,11 @@ def _factors(sizes: dict[str, tuple[int, ...]], rank: int) -> Iterator[tuple[str
 
 def _measured(arguments: list[str]) -> dict[str, float]:
     began = time.monotonic()
-    process = os.posix_spawn(sys.executable, [sys.executable, "-m", "devicebridge.cli.main", *arguments], os.environ)
-    _, status, usage = os.wait4(process, 0)
-    assert status == 0, arguments
-    return {"peak_gb": round(usage.ru_maxrss * 1024 / 1e9, 2), "seconds": round(time.monotonic() - began)}
+    done = subprocess.run([sys.executable, "-c", CHILD, *arguments], capture_output=True, text=True, check=True)
+    peak = int(done.stdout.splitlines()[-1].split()[1]) * 1024
+    found = {"peak_gb": round(peak / 1e9, 2), "seconds": round(time.monotonic() - began)}
+    print(arguments[1], found, file=sys.stderr, flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metad
     Raises: OSError naming the file if the disk refuses; ValueError for a name that comes twice.
     """
     types = {dtype: name for name, dtype in TORCH_TYPES.items() if name not in PACKINGS}
-    entries: dict[str, tuple[torch.Tensor, int]] = {}  # shape and type on meta, and where it begins
+    entries: dict[str, tuple[str, list[int], int, int]] = {}  # type, shape, and where it begins and how long it is
     numbers = bytearray()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -225,17 +225,17 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metad
             for name, tensor in tensors:
                 if name in entries:
                     raise ValueError(f"{path} would have {name} twice")
-                entries[name] = torch.empty_like(tensor, device="meta"), spool.tell() if tensor.ndim else len(numbers)
                 content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                start = spool.tell() if tensor.ndim else len(numbers)
+                entries[name] = types[tensor.dtype], list(tensor.shape), start, content.nbytes
                 if tensor.ndim:
                     spool.write(content.data)
                 else:
                     numbers += content.tobytes()
             header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-            for name, (kind, start) in entries.items():
-                start += len(numbers) if kind.ndim else 0
-                ends = [start, start + kind.numel() * kind.element_size()]
-                header[name] = {"dtype": types[kind.dtype], "shape": list(kind.shape), "data_offsets": ends}
+            for name, (kind, shape, start, num_bytes) in entries.items():
+                start += len(numbers) if shape else 0
+                header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, start + num_bytes]}
             text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             text += b" " * (-len(text) % 8)
             spool.seek(0)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from ..headless.server import find_comfyui, python_fault
-from ..runs.queue import is_native_process, native_command
-from ..system.processes import go_on_as
 from ..system.telling import say
+from .native import need_comfyui
 
 
 def examine(options: argparse.Namespace) -> int:
     """Goes on in a process that has ComfyUI in it. Raises: ValueError where there is none, or for another file."""
-    if not is_native_process():
-        try:
-            found = find_comfyui(python=options.python)
-            if fault := python_fault(found.folder, found.python):
-                raise RuntimeError(fault)
-        except RuntimeError as error:
-            raise ValueError(f"ComfyUI has the code of such a model, but {error}") from error
-        command = native_command(found.python, found.folder, found.base)
-        raise SystemExit(go_on_as([*command, "examine", str(options.file.absolute())]))
+    arguments = ["examine", str(options.file.absolute())]
+    need_comfyui("ComfyUI has the code of such a model", arguments, options.python)
     from ..nodes.host.split.examine import examine as rows_of
 
     if not options.file.is_file():

@@ -43,6 +43,8 @@ def add_lora_tools(parser: argparse.ArgumentParser) -> None:
         if name == "inspect":
             command.add_argument("--layers", action="store_true", help="show every layer")
             command.add_argument("--json", action="store_true", help="print as JSON")
+            command.add_argument("--model", type=Path, help="have ComfyUI's loader map the file onto this model's file")
+            command.add_argument("--python", type=Path, help="the Python that runs ComfyUI; found by itself otherwise")
             continue
         if name == "convert":
             layouts = ("original", "diffusers", "both", "kohya")
@@ -86,9 +88,15 @@ def run(options: argparse.Namespace) -> int:
     """One tool on its files. Raises: ValueError naming the file and what is wrong with it."""
     from ..checkpoints import lora_tools as tools
 
+    if getattr(options, "model", None):
+        from .native import need_comfyui
+
+        need_comfyui("--model asks ComfyUI's own loader", options.arguments, options.python)
     with ExitStack() as stack:
         if options.tool == "inspect":
-            facts = collect(stack.enter_context(tools.open_lora(options.file)))
+            facts = collect(file := stack.enter_context(tools.open_lora(options.file)))
+            if options.model:
+                facts["unread"] = _unread(file, options.model)
             say(json.dumps(facts, indent=2) if options.json else report(facts, show_all=options.layers))
             return 0
         tools.refuse_place(options.output)
@@ -159,6 +167,16 @@ def collect(file: LoraFile) -> dict[str, Any]:
     }
 
 
+def _unread(file: LoraFile, model: Path) -> list[str]:
+    """Tensors that ComfyUI's loader does not map onto a model, text encoders left out."""
+    from ..checkpoints.lora_start import is_text_layer
+    from ..nodes.host.native.source import read_native
+
+    host = read_native(model, "bfloat16").family.host
+    assert host is not None
+    return host.unread_lora({name: each for name, each in file.reader.all_tensors().items() if not is_text_layer(name)})
+
+
 def report(facts: dict[str, Any], *, show_all: bool = False) -> str:
     """The facts as lines: the file, ranks and strengths, models and loaders, the largest changes, metadata."""
     layers = facts["layers"]
@@ -174,6 +192,11 @@ def report(facts: dict[str, Any], *, show_all: bool = False) -> str:
     if not facts["models"]:
         said = facts["metadata"].get("ss_base_model_version") or facts["metadata"].get("modelspec.architecture")
         lines.append(f"model: no family of known names; metadata say {said or 'nothing'}")
+    if "unread" in facts:
+        unread = facts["unread"]
+        lines.append(
+            f"ComfyUI's loader maps all but {len(unread)} tensors" + (f", such as {unread[0]}" if unread else "")
+        )
     shown = layers if show_all else sorted(layers, key=lambda each: -each["norm"])[:_LARGEST]
     lines.append("changes, as norms" if show_all else f"the {len(shown)} largest changes, as norms")
     for each in shown:

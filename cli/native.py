@@ -40,22 +40,31 @@ def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig
     Raises: ValueError if there is no ComfyUI, or a name is in none of its folders.
     """
     needing = [job for job in jobs if job.needs_comfyui]
-    if needing and not is_native_process():
-        try:
-            found = find_comfyui()
-            if fault := python_fault(found.folder, found.python):
-                raise RuntimeError(fault)
-        except RuntimeError as error:
-            why = "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
-            if needing[0].model.family == COMFYUI:
-                why = f'model.family = "{COMFYUI}" asks for a model that ComfyUI\'s own code trains'
-            raise ValueError(f"{why}, but {error}") from error
-        raise SystemExit(go_on_as([*native_command(found.python, found.folder, found.base), *arguments]))
+    if needing:
+        why = "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
+        if needing[0].model.family == COMFYUI:
+            why = f'model.family = "{COMFYUI}" asks for a model that ComfyUI\'s own code trains'
+        need_comfyui(why, arguments)
     if not needing:
         return list(jobs)
     from ..nodes.host.native.files import with_files
 
     return [with_files(job) if job.needs_comfyui else job for job in jobs]
+
+
+def need_comfyui(why: str, arguments: Sequence[str], python: Path | None = None) -> None:
+    """A no-op in a process that has ComfyUI; another does not return, and one that has it goes on in its place.
+
+    Raises: ValueError that says why, if there is no ComfyUI.
+    """
+    if not is_native_process():
+        try:
+            found = find_comfyui(python=python)
+            if fault := python_fault(found.folder, found.python):
+                raise RuntimeError(fault)
+        except RuntimeError as error:
+            raise ValueError(f"{why}, but {error}") from error
+        raise SystemExit(go_on_as([*native_command(found.python, found.folder, found.base), *arguments]))
 
 
 def prepared(job: JobConfig) -> AbstractContextManager[CheckpointInfo | None]:

@@ -375,6 +375,9 @@ class HostModel(Protocol):
         Raises: ValueError naming what it does not map.
         """
 
+    def unread_lora(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Tensors of a LoRA file that its loader does not map onto this model. Raises: ValueError for layers twice."""
+
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:

@@ -6,15 +6,18 @@ Takes ComfyUI's folder, a folder for files and names of FAMILIES. Prints one lin
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import comfy.lora
 import comfy.lora_convert
 import comfy.sd
+import folder_paths  # noqa: F401 - by which a process is known to have ComfyUI in it
 import torch
 from devicebridge.checkpoints.lora_tools import describe_loaders, find_models, open_lora
 from devicebridge.cli.main import main
@@ -68,7 +71,17 @@ def examine(name: str) -> dict[str, Any]:
         out = folder / f"{kind}.safetensors"
         assert main(["lora", *map(str, arguments), "-o", str(out)]) == 0
         found[kind] = _differences(stock, out, expected)
-    return {"name": name, "found": found, "loaders": _loaders(name, stock, folder) if name in OURS else []}
+    odd = load_file(a) | {f"{PREFIX}nowhere.lora_{each}.weight": torch.ones(2, 2) for each in "AB"}
+    save_file(odd, folder / "odd.safetensors")
+    with small_sizes(family), redirect_stdout(io.StringIO()) as said:
+        assert main(["lora", "inspect", str(folder / "odd.safetensors"), "--json", "--model", str(path)]) == 0
+    unread = json.loads(said.getvalue())["unread"]
+    return {
+        "name": name,
+        "unread": unread,
+        "found": found,
+        "loaders": _loaders(name, stock, folder) if name in OURS else [],
+    }
 
 
 def _write(path: Path, weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

@@ -34,3 +34,8 @@ def test_it_is_said_how_many_layers_the_loader_finds(name: str, examined: dict[s
     assert len({counted for _, _, counted in loaders}) > 1
     for spelling, said, counted in loaders:
         assert said[0].split(", not")[0] == counted, spelling
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_loader_says_what_it_does_not_map(name: str, examined: dict[str, Any]) -> None:
+    assert examined[name]["unread"] == [f"diffusion_model.nowhere.lora_{each}.weight" for each in "AB"]

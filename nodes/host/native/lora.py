@@ -19,12 +19,14 @@ _MOST_LAYERS = 32  # of CLIP-G
 _FACTORS = ("lokr_w1", "lokr_w2", "", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
 
-def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()) -> dict[str, dict[str, Tensor]]:
-    """See HostModel.read_lora. Nothing of the model is read but names and shapes.
+def map_lora(
+    base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()
+) -> tuple[dict[Any, Any], list[str], int]:
+    """What ComfyUI's loader makes of a file: adapters by place, names that it does not map, and the number of names.
 
     Args:
-        encoders: CLIPs beside it that can be trained, such as "clip_l".
-    Raises: ValueError naming a tensor that ComfyUI does not map, or a kind of adapter that is not trained here.
+        encoders: CLIPs beside the model, such as "clip_l".
+    Raises: ValueError for a layer that is there twice.
     """
     import comfy.lora
     import comfy.lora_convert
@@ -43,10 +45,19 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] 
             raise ValueError(f"one layer is there twice, as {first} and as {part.layer}; give a file with one of them")
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
     read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
-    if unread := sorted(set(named) - read):
+    return found, sorted(set(named) - read), len(named)
+
+
+def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()) -> dict[str, dict[str, Tensor]]:
+    """See HostModel.read_lora. Nothing of the model is read but names and shapes.
+
+    Raises: as map_lora; ValueError naming a tensor that ComfyUI does not map, or an adapter that is not trained here.
+    """
+    found, unread, count = map_lora(base, tensors, encoders)
+    if unread:
         raise ValueError(
-            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {len(named)} tensors), and without it "
-            "the LoRA would be another; give a LoRA of this model"
+            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {count} tensors), and without it the "
+            "LoRA would be another; give a LoRA of this model"
         )
     shapes = {name: each.shape for name, each in base.named_parameters()}
     parts: dict[str, list[tuple[Any, dict[str, Tensor]]]] = {}

@@ -37,7 +37,7 @@ from ....patches.hooks import HookSet, parameters_on_meta
 from ....patches.lora import is_lora_name
 from ..split.shown_inputs import Innermost, ShownInputs
 from .drawing import FLOWS, ComfyDecoding, ComfySteps, time_at
-from .lora import read_lora
+from .lora import map_lora, read_lora
 from .text import PARTS, attach_text_encoders, class_of_clip, encoded, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
@@ -202,6 +202,9 @@ class ComfyModel:
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         return read_lora(self._make_base(torch.device("meta")), tensors, PARTS.get(self.text_class, ()))
+
+    def unread_lora(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return map_lora(self._make_base(torch.device("meta")), tensors)[1]
 
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
