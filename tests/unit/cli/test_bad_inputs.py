@@ -30,7 +30,7 @@ _SEED = 20261123
 def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whose Python the command would go on, in place of the tests."""
 
-    def find() -> None:
+    def find(**_: object) -> None:
         raise RuntimeError("no ComfyUI was found")
 
     monkeypatch.setattr("devicebridge.cli.native.find_comfyui", find)

@@ -58,7 +58,7 @@ def _job_file(folder: Path, **sections: Any) -> Path:
 def test_without_a_comfyui_the_job_is_refused_before_anything_is_read(
     command: str, sections: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def find() -> Any:
+    def find(**_: Any) -> Any:
         raise RuntimeError("no ComfyUI was found (looked in nowhere)")
 
     monkeypatch.setattr("devicebridge.cli.native.find_comfyui", find)
