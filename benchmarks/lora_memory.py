@@ -33,7 +33,7 @@ TUNED = ("double_blocks.0.", "single_blocks.0.", "single_blocks.37.")  # what di
 CHILD = """import sys
 from devicebridge.cli.main import main
 assert main(sys.argv[1:]) == 0
-print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).strip())
 """
 
 
