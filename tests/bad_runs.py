@@ -379,10 +379,9 @@ def _zero_block(data: bytearray, draw: random.Random) -> bytes:
 
 
 _CHANCE: dict[str, Callable[[bytearray, random.Random], bytes]] = {
-    "a bit flipped": _flip,
-    "an early bit flipped": lambda data, draw: _flip(data, draw, 300),
+    "a bit flipped": _flip, "an early bit flipped": lambda data, draw: _flip(data, draw, 300),
     "cut": lambda data, draw: data[: draw.randrange(len(data))],
     "bytes dropped": lambda data, draw: data[: (at := draw.randrange(len(data)))] + data[at + draw.randint(1, 200) :],
     "bytes doubled": lambda data, draw: data[: (at := draw.randrange(len(data)))] + data[max(0, at - 100) :],
     "a block of zeros": _zero_block,
-}
+}  # fmt: skip

@@ -128,19 +128,12 @@ def _loaders(name: str, stock: Any, folder: Path) -> list[list[Any]]:
     assert (
         main(
             [
-                "lora",
-                "convert",
-                str(folder / "a.safetensors"),
-                "--to",
-                "diffusers",
-                "--family",
-                name,
-                "-o",
+                "lora", "convert", str(folder / "a.safetensors"), "--to", "diffusers", "--family", name, "-o",
                 str(folder / "names.safetensors"),
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     plain = files["transformer."] = load_file(folder / "names.safetensors")
     for prefix in ("", "diffusion_model.", "base_model.model.", "unet."):
         files[f"{prefix}<diffusers>"] = {

@@ -311,11 +311,10 @@ def refused() -> dict[str, str]:
     data = {"resolutions": [40], "frames": [5], "folders": [{"path": str(ROOT / "clips")}]}
     base = {
         "model": {"path": str(ROOT / "vace.safetensors"), "family": "comfyui", "dtype": "float32"},
-        "split": {"devices": ["cpu"]},
-        "train": {"steps": 1},
+        "split": {"devices": ["cpu"]}, "train": {"steps": 1},
         "cache": {"text_source": States.fingerprint, "latent_source": Latents.fingerprint},
         "output": {"folder": str(ROOT / "refused"), "tensorboard": False},
-    }
+    }  # fmt: skip
     asked = {
         "other model": {"data": {**data, "condition": "first-frame"}},
         "pictures": {

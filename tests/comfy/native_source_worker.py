@@ -137,13 +137,12 @@ def _incomplete() -> dict[str, str]:
     files = {
         "one missing": {name: each for name, each in weights.items() if name != layer},
         "one to detect by missing": {name: each for name, each in weights.items() if name != detected},
-        "first half": dict(list(weights.items())[: len(weights) // 2]),
-        "blocks alone": blocks,
+        "first half": dict(list(weights.items())[: len(weights) // 2]), "blocks alone": blocks,
         "one narrower": {**weights, layer: weights[layer][:, :-1]},
         "one flat": {**weights, layer: weights[layer].flatten()},
         "one row": {**weights, "img_in.weight": weights["img_in.weight"][0]},
         "endless": {**weights, "double_blocks.4000.x": torch.zeros(1)},
-    }
+    }  # fmt: skip
     said = {}
     for what, tensors in files.items():
         save_file(

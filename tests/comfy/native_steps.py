@@ -703,11 +703,10 @@ def _shared_among(bench: Bench, count: int, alone: tuple[float, Grads], sections
     loss, wide_found = wide.first_step(name, asked, lambda trainer: _refuse_other(trainer, asked))
     expect(abs(loss / wide_loss - 1), 1e-12, "the difference of the loss in float64")
     return {
-        "float32": float(f"{apart:.2g}"),
-        "one card from float64": float(f"{rounding:.2g}"),
+        "float32": float(f"{apart:.2g}"), "one card from float64": float(f"{rounding:.2g}"),
         "from float64": expect(_apart(found, exact), 2 * rounding, "the difference from the gradients in float64"),
         "in float64": expect(_apart(wide_found, exact), 1e-9, "the difference of the gradients in float64"),
-    }
+    }  # fmt: skip
 
 
 def _apart(found: Grads, wanted: Grads) -> float:

@@ -72,11 +72,10 @@ class Form(NamedTuple):
 FORMS = {
     "GGUF Q8_0": Form("FLUX.1", ("Q8_0",)),
     "GGUF mixed": Form("FLUX.1", ("Q4_K", "Q6_K", "Q5_K", "plain", "Q4_0", "Q5_1")),
-    "GGUF of Z-Image": Form("Z-Image", ("Q8_0", "Q5_0")),
-    "int8 convrot": Form("FLUX.1", ("int8_convrot_16",)),
+    "GGUF of Z-Image": Form("Z-Image", ("Q8_0", "Q5_0")), "int8 convrot": Form("FLUX.1", ("int8_convrot_16",)),
     "scaled fp8": Form("FLUX.1", ("fp8",)),
     "mixed": Form("FLUX.1", ("fp8", "plain", "int8_rows", "e5m2", "int8_convrot_16")),
-}
+}  # fmt: skip
 
 
 def _save_gguf(
@@ -192,11 +191,10 @@ def kept(bench: StoredBench) -> Figures:
     kinds = sorted(set(bench.packings))
     (loss, found), (wanted_loss, wanted) = bench.kept_step, bench.twin.plain
     return {
-        "linears": len(bench.packings),
-        "kinds": kinds,
+        "linears": len(bench.packings), "kinds": kinds,
         "loss": expect(abs(loss / wanted_loss - 1), 1e-5, "the difference of the loss"),
         "gradients": expect(difference(found, wanted), 1e-4, "the difference of the gradients"),
-    }
+    }  # fmt: skip
 
 
 def dequantized(bench: StoredBench) -> Figures:

@@ -59,10 +59,9 @@ def plans(config: ModelConfig, info: CheckpointInfo, settings: Any) -> Iterator[
             "data": {"folders": [{"path": "squares"}], "resolutions": [settings.resolution], "frames": frames[-1:]},
             "lora": {"rank": settings.rank, "alpha": settings.rank},
             "train": {"steps": settings.steps, "gradient_accumulation_steps": settings.accumulation},
-            "cache": NAMED if config.family else {},
-            "output": {"folder": "nowhere"},
+            "cache": NAMED if config.family else {}, "output": {"folder": "nowhere"},
         }
-    )
+    )  # fmt: skip
     for cards in ("2x24GiB", "2x3090", "2x4090"):
         yield plan_job(job, parse_cards(cards), info=info, has_data=False)
 

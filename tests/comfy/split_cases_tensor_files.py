@@ -38,11 +38,10 @@ from devicebridge.tests.emulated import on_cpu
 from safetensors.torch import save_file
 
 FILES: dict[str, Callable[[Host, str], Path]] = {
-    "fp8": lambda host, name: quantised_checkpoint(host, "float8_e4m3fn", name),
-    "scaled_fp8": scaled_checkpoint,
+    "fp8": lambda host, name: quantised_checkpoint(host, "float8_e4m3fn", name), "scaled_fp8": scaled_checkpoint,
     "int8": lambda host, name: quantised_checkpoint(host, "int8_tensorwise", name),
     "int8_rows": lambda host, name: quantised_checkpoint(host, "int8_tensorwise", name, per_channel=True),
-}
+}  # fmt: skip
 ORDER = 1e-5  # of sums in another order, after three steps
 NO_WORSE = 2.0  # times the error of one card: each is one sample of a random one
 
@@ -197,11 +196,10 @@ def tensor_weight_types_of_the_loader(case: Case) -> None:
     host, name = case.host, "flux1_heads"
     path, seen = host.checkpoint(name), []
     for weight_dtype, options in (
-        ("default", {}),
-        ("fp8_e4m3fn", {"dtype": torch.float8_e4m3fn}),
+        ("default", {}), ("fp8_e4m3fn", {"dtype": torch.float8_e4m3fn}),
         ("fp8_e4m3fn_fast", {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True}),
         ("fp8_e5m2", {"dtype": torch.float8_e5m2}),
-    ):
+    ):  # fmt: skip
         cards = (HOME, OTHER, THIRD)[: 3 if weight_dtype == "fp8_e4m3fn_fast" else 2]
         with _products_in_fp8():
             one, divided = _load(path, name, **options), load_divided(path, name, *cards, weight_dtype=weight_dtype)

@@ -68,10 +68,9 @@ _PLAIN = {"train": {"gradient_checkpointing": False}}
 _LORA = {"rank": 2, "alpha": 2.0, "text_encoder": True, "text_encoder_rank": 3}
 _RUN = {
     "train": {"steps": 4, "ema_decay": 0.6, "batch_size": 2},
-    "optimizer": {"learning_rate": 0.02, "text_encoder_learning_rate": 0.01},
-    "lora": {**_LORA, "dropout": 0.1},
+    "optimizer": {"learning_rate": 0.02, "text_encoder_learning_rate": 0.01}, "lora": {**_LORA, "dropout": 0.1},
     "data": {"caption_dropout": 0.3},
-}
+}  # fmt: skip
 Figures = dict[str, Any]
 
 

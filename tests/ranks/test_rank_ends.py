@@ -158,10 +158,9 @@ def test_a_rank_that_hangs_tells_where_and_torchrun_starts_all_anew(folder):
 # Where it hangs -> the job, and which rank after which step.
 HANGS = {
     "an evaluation": ({"parallel": {"strategy": "fsdp"}, "evaluation": {"every_steps": 1}}, "evaluates 1 2"),
-    "a save": ({}, "saves 0 6"),
-    "the end of a step": ({"parallel": {"strategy": "fsdp"}}, "ends 1 3"),
+    "a save": ({}, "saves 0 6"), "the end of a step": ({"parallel": {"strategy": "fsdp"}}, "ends 1 3"),
     "a step of a sample picture": ({"samples": {"prompts": ["a cat"], "every_steps": 1, "steps": 1}}, "draws 0 3"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.long

@@ -148,9 +148,8 @@ def on_two(folder, alone, on_four):
         {"job": _job(folder, "lokr", parallel={"strategy": "fsdp"}, **LOKR)[1]},
         {"job": _job(folder, "half", parallel={"strategy": "fsdp"}, **HALF)[1]},
         {"job": _job(folder, "machines", parallel={"strategy": "fsdp"}, **MACHINES)[1], "spread": True},
-        *_refused(folder),
-        *_planned_as_cards(folder),
-    ]
+        *_refused(folder), *_planned_as_cards(folder),
+    ]  # fmt: skip
     results = run_jobs(folder, plan, count=2)
     others = [f"other {name}" for name in _others()]
     names = [*jobs, *["chain"] * LONG, "changed", "pictures", "lokr", "half", "machines", *others, *KEPT]

@@ -213,12 +213,10 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
         "lokr": {f"{X}.lokr_w1": torch.ones(2, 2), f"{X}.lokr_w2": torch.ones(2, 2)},
         "loha": {f"{X}.hada_w1_a": torch.ones(2, 2), **_layer("diffusion_model.z", 3)},
         "tucker": {**_kernels(X, 1), f"{X}.lora_mid.weight": torch.ones(RANK, RANK, 3, 3)},
-        "half": {f"{X}.lora_A.weight": torch.ones(2, 2)},
-        "nan": {**_layer(X, 1), f"{X}.alpha": torch.tensor(math.nan)},
-        "other": _layer("diffusion_model.elsewhere", 1),
-        "wide": _layer(X, 1, rows=13),
+        "half": {f"{X}.lora_A.weight": torch.ones(2, 2)}, "nan": {**_layer(X, 1), f"{X}.alpha": torch.tensor(math.nan)},
+        "other": _layer("diffusion_model.elsewhere", 1), "wide": _layer(X, 1, rows=13),
         "huge": {name: each * (1e4 if "lora_" in name else 1) for name, each in _layer(X, 1, alpha=1e4).items()},
-    }
+    }  # fmt: skip
     files = {name: _file(tmp_path / f"{name}.safetensors", tensors) for name, tensors in kinds.items()}
     twice = _layer("transformer.proj_out", 1) | _layer("lora_unet_final_layer_linear", 1)
     files["twice"] = _file(tmp_path / "twice.safetensors", twice)

@@ -74,12 +74,11 @@ def test_a_comfyui_that_ends_early_is_named(answer, told, capsys) -> None:
     ("said", "shown"),
     [
         ("no such file: /data/Jane/ComfyUI/models/a.safetensors, b", "no such file: a.safetensors, b"),
-        ("No module 'x' (/srv/me/x.py)", "No module 'x' (x.py)"),
-        (r"C:\Users\Jane\x.py is old", "x.py is old"),
+        ("No module 'x' (/srv/me/x.py)", "No module 'x' (x.py)"), (r"C:\Users\Jane\x.py is old", "x.py is old"),
         (f"in {Path.home() / 'Jane Doe' / 'x'}", "in ~/Jane Doe/x"),
         ("1e12/s of a/b at https://example.org/a/b", "1e12/s of a/b at https://example.org/a/b"),
     ],
-)
+)  # fmt: skip
 def test_what_is_sent_names_no_folder(said, shown, told, capsys) -> None:
     told[0] = json.dumps({**MEASURED, "blocks": [{**BLOCKS[1], "why": {"tokens": said}}]})
     assert main(["doctor", "--bench"]) == 0

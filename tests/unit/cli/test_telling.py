@@ -57,11 +57,10 @@ def _failing(error: OSError) -> io.TextIOWrapper:
 
 STREAMS = {
     "cp1252": lambda: io.TextIOWrapper(io.BytesIO(), encoding="cp1252"),
-    "ascii": lambda: io.TextIOWrapper(io.BytesIO(), encoding="ascii"),
-    "none": lambda: None,
+    "ascii": lambda: io.TextIOWrapper(io.BytesIO(), encoding="ascii"), "none": lambda: None,
     "closed pipe": lambda: _failing(BrokenPipeError(32, "Broken pipe")),
     "full disk": lambda: _failing(OSError(28, "No space left on device")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", STREAMS)

@@ -62,8 +62,7 @@ def test_toml_round_trip(tmp_path):
         ("model", {"quantize": "int3"}, r"model\.quantize: is one of 'none', .* \(found 'int3'\)"),
         ("model", {"quantize": "fp8_compute"}, r"\(found 'fp8_compute'\); did you mean 'fp8-compute'\?"),
         ("split", {"devices": ["a", "b"], "balance": "manual", "split_at": [1, 2]}, "give 1, the first block"),
-        ("output", {"name": "../x"}, "plain file name"),
-        ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
+        ("output", {"name": "../x"}, "plain file name"), ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
         ("nonsense", {"a": 1}, r"nonsense: there is no such key"),
         ("data", {"encoded": "a.json"}, "folders of images, or encoded, and not both"),
         ("data", {"folders": []}, "folders of images, or encoded, and not both"),
@@ -74,7 +73,7 @@ def test_toml_round_trip(tmp_path):
         ("cache", {"text_source": CLIP, "text_quantize": "int8"}, "remove text_encoders and text_quantize"),
         ("cache", {"latent_source": CLIP.replace("CLIP", "VAE"), "vae": "/v"}, "encodes; remove vae"),
     ],
-)
+)  # fmt: skip
 def test_problems_are_named(section, values, message):
     with pytest.raises(ValueError, match=message):
         make_job(_with(section, **values))

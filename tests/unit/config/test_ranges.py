@@ -108,11 +108,10 @@ def test_a_part_made_by_a_node_is_held_to_the_same_ranges() -> None:
     ("options", "message"),
     [
         ({"maximize": True}, "options.maximize = True would raise the loss"),
-        ({"capturable": True}, "options.capturable"),
-        ({"eps": math.inf}, "options.eps = inf is not finite"),
+        ({"capturable": True}, "options.capturable"), ({"eps": math.inf}, "options.eps = inf is not finite"),
         ({"betas": [0.9, math.nan]}, "is not finite"),
     ],
-)
+)  # fmt: skip
 def test_options_that_train_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(options=options)

@@ -85,12 +85,11 @@ def test_two_files_of_a_name_a_broken_one_and_too_many_are_refused(folders):
 def test_folders_that_a_condition_lacks_or_does_not_take_are_refused(folders):
     after, before = folders
     for condition, given, words in (
-        ("kontext", {}, "needs references of this folder"),
-        ("vace", {}, "needs control of this folder"),
+        ("kontext", {}, "needs references of this folder"), ("vace", {}, "needs control of this folder"),
         ("vace", {"control": str(before), "references": (str(before),)}, "takes no references"),
         ("kontext", {"references": (str(before / "none"),)}, "does not exist"),
         ("kontext", {"references": (str(after),)}, "to lie in another folder"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             _scan(after, condition, **given)
     with pytest.raises(ValueError, match="no condition says how the model is given it"):

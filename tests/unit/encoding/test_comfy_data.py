@@ -230,10 +230,9 @@ def test_guides_are_kept_with_the_noise_mask_of_their_latent():
         (torch.zeros(1, 1, 3, 2, 2), "zero in every cell"),
         (torch.full((1, 1, 3, 2, 2), torch.nan), "noise_mask holds NaN"),
         (torch.rand(1, 3, 3, 2, 2), "a mask has one, or as many"),
-        (torch.rand(1, 1, 1, 3, 2, 2), "a mask has one, or as many"),
-        ([1.0], "noise_mask is a tensor"),
+        (torch.rand(1, 1, 1, 3, 2, 2), "a mask has one, or as many"), ([1.0], "noise_mask is a tensor"),
     ],
-)
+)  # fmt: skip
 def test_a_noise_mask_that_cannot_be_meant_is_refused(mask, words):
     with pytest.raises(ValueError, match=words):
         _pair(torch.randn(1, 4, 3, 2, 2), mask)

@@ -41,11 +41,9 @@ def _changed(job: JobConfig, **sections: dict[str, Any]) -> JobConfig:
 
 def _job(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
     values: dict[str, dict[str, Any]] = {
-        "train": {"steps": 4, "batch_size": 2, "seed": 3},
-        "evaluation": {"folder": ""},
-        "cache": {"folder": encoded_before(tmp_path)},
-        "output": {"save_every_steps": 0},
-    }
+        "train": {"steps": 4, "batch_size": 2, "seed": 3}, "evaluation": {"folder": ""},
+        "cache": {"folder": encoded_before(tmp_path)}, "output": {"save_every_steps": 0},
+    }  # fmt: skip
     return make_tiny_job(tmp_path, "wan", **_merged(values, sections))
 
 
@@ -216,11 +214,10 @@ def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(be
 
 def _on_cards(tmp_path: Path, run: str, count: int, **sections: dict[str, Any]) -> JobConfig:
     values: dict[str, dict[str, Any]] = {
-        "split": {"devices": [f"lazy:{index}" for index in range(count)]},
-        "cache": {"vae_device": "cpu"},
+        "split": {"devices": [f"lazy:{index}" for index in range(count)]}, "cache": {"vae_device": "cpu"},
         "train": {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3},
         "output": {"folder": str(tmp_path / run)},
-    }
+    }  # fmt: skip
     return _job(tmp_path, **_merged(values, sections))
 
 

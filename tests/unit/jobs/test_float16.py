@@ -121,15 +121,12 @@ def test_what_float16_is_not_for_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "major", "arch", "bf16", "fp16"),
     [
-        ("Tesla V100-SXM2-16GB", 7, "", False, True),
-        ("NVIDIA GeForce RTX 2080 Ti", 7, "", False, True),
-        ("NVIDIA GeForce GTX 1660 Ti", 7, "", False, False),
-        ("NVIDIA GeForce GTX 1080", 6, "", False, False),
-        ("NVIDIA GeForce RTX 3090", 8, "", True, True),
-        ("AMD Radeon RX 6800", 10, "gfx1030", False, True),
+        ("Tesla V100-SXM2-16GB", 7, "", False, True), ("NVIDIA GeForce RTX 2080 Ti", 7, "", False, True),
+        ("NVIDIA GeForce GTX 1660 Ti", 7, "", False, False), ("NVIDIA GeForce GTX 1080", 6, "", False, False),
+        ("NVIDIA GeForce RTX 3090", 8, "", True, True), ("AMD Radeon RX 6800", 10, "gfx1030", False, True),
         ("AMD Radeon RX 7900 XTX", 11, "gfx1100", True, True),
     ],
-)
+)  # fmt: skip
 def test_cards_say_what_they_compute_in(
     name: str, major: int, arch: str, bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -333,12 +333,11 @@ def test_a_bad_gradient_stops_before_the_weights_are_touched(tmp_path, monkeypat
     [
         ({"optimizer": {"name": "torch.optim.Nope"}}, "cannot be imported"),
         ({"optimizer": {"options": {"speed": 1}}}, "does not take the options"),
-        ({"cache": {"vae_device": "cuda:7"}}, "cuda:7"),
-        ({"cache": {"vae": "/nonexistent"}}, "/nonexistent"),
+        ({"cache": {"vae_device": "cuda:7"}}, "cuda:7"), ({"cache": {"vae": "/nonexistent"}}, "/nonexistent"),
         ({"cache": {"text_encoders": "/nonexistent"}}, "/nonexistent"),
         ({"lora": {"targets": ["*.nothing"]}}, "nothing"),
     ],
-)
+)  # fmt: skip
 def test_what_would_fail_late_is_refused_early(sections, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         check_job(make_tiny_job(tmp_path, **sections))

@@ -67,12 +67,11 @@ def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme
     assert len(set(plain.losses)) == 3 and any(key.endswith("lokr_w1") for key in plain.lora)
     pipeline = {"split": CARDS, "parallel": {"strategy": "pipeline"}}
     ways: dict[str, dict[str, Any]] = {
-        "split": {"split": CARDS},
-        "kept": {"split": {**CARDS, "blocks_without_checkpointing": [1, 1]}},
+        "split": {"split": CARDS}, "kept": {"split": {**CARDS, "blocks_without_checkpointing": [1, 1]}},
         "streamed": {"split": {**CARDS, "offloaded_blocks": [1, 0]}},
         "plain blocks": {"train": {**train, "gradient_checkpointing": False}},
         "moved": {"train": {**train, "offload_activations": "on"}},
-    }
+    }  # fmt: skip
     for way, changes in {"pipeline": pipeline, **(ways if scheme == "none" else {})}.items():
         found = _run(_job(tmp_path, way, name, **{**sections, **changes}))
         assert found.losses == plain.losses, way
@@ -117,11 +116,10 @@ def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
     first = _run(_job(tmp_path, "first", **short))
     assert first.eval_after is not None and first.eval_after != first.eval_before
     ways: dict[str, dict[str, Any]] = {
-        "rank": {"lora": {"rank": 8, "alpha": 2}},
-        "dora": {"lora": {"dora": True}},
+        "rank": {"lora": {"rank": 8, "alpha": 2}}, "dora": {"lora": {"dora": True}},
         "streamed": {"split": {**CARDS, "offloaded_blocks": [1, 0]}, "lora": {"dora": True}},
         "replicas": {"split": CARDS, "parallel": {"strategy": "data"}},
-    }
+    }  # fmt: skip
     for way, changes in ways.items():
         lora = {**changes.get("lora", {}), "start_from": str(first.lora_path)}
         again = _run(_job(tmp_path, way, **{**short, **changes, "lora": lora}))

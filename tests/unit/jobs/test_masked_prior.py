@@ -22,15 +22,11 @@ TWO = ["lazy:0", "lazy:1"]
 
 def _job(tmp_path: Path, run: str, **sections: Any) -> Any:
     values: dict[str, Any] = {
-        "split": {"devices": ["cpu"]},
-        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "split": {"devices": ["cpu"]}, "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "train": {"steps": 4, "batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3},
-        "optimizer": {"learning_rate": 3e-2},
-        "objective": {"masked_prior": 50.0},
-        "parallel": {"strategy": "none"},
-        "evaluation": {"folder": ""},
-        "output": {"folder": str(tmp_path / run), "save_every_steps": 0},
-    }
+        "optimizer": {"learning_rate": 3e-2}, "objective": {"masked_prior": 50.0}, "parallel": {"strategy": "none"},
+        "evaluation": {"folder": ""}, "output": {"folder": str(tmp_path / run), "save_every_steps": 0},
+    }  # fmt: skip
     return make_tiny_job(tmp_path, **{**values, **sections})
 
 

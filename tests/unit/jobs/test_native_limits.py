@@ -79,10 +79,9 @@ def test_a_unet_is_split_by_size_and_no_pipeline_is_tried(caplog: pytest.LogCapt
         ("LTXVModel", ("scale_shift_table",), r"has no _prepare_timestep, by which its last card"),
         ("AceStepConditionGenerationModel", ("null_condition_emb",), r"has no decoder.time_embed, by which"),
         ("NextDiT", ("x_pad_token", "unknown"), r"weights of its own \(unknown\)"),
-        ("UNetModel", (), "needs its main device"),
-        ("Chroma", (), "needs its main device"),
+        ("UNetModel", (), "needs its main device"), ("Chroma", (), "needs its main device"),
     ],
-)
+)  # fmt: skip
 def test_others_and_work_at_home_do(name: str, own: tuple[str, ...], words: str) -> None:
     assert re.search(words, why_no_stages(ROWS[name], _model(*own)))
 

@@ -19,6 +19,7 @@ from devicebridge.planning.search import HEADROOM
 from devicebridge.tests.ranks.launching import ROOT
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 BLOCKS = 28
 RUN = ROOT / "benchmarks" / "results" / "ranks_fp8_keep_2xh200_2026-11-27.json"
 EARLIER = ROOT / "benchmarks" / "results" / "ranks_2xh200_2026-11-24.json"

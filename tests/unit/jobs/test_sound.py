@@ -252,14 +252,13 @@ def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):
     [
         ((VIDEO, SOUND), _reader(), "it has 2 streams, but a model takes one"),
         ((VIDEO, (8, 5, 12)), LTX, r"it has \[8, 5, 12\], but a model takes one stream of sound, \[8, 'time', 16\]"),
-        ((VIDEO, (5, 16)), LTX, "takes one stream of sound"),
-        ((VIDEO, SOUND, SOUND), LTX, "takes one stream of sound"),
+        ((VIDEO, (5, 16)), LTX, "takes one stream of sound"), ((VIDEO, SOUND, SOUND), LTX, "takes one stream of sound"),
         ((SOUND,), LTX, r"its shape is \[8, 5, 16\], but a model's VAE makes that of a video"),
         (((4, 6, 6),), _reader(1, rows=1), "makes that of audio, .channels, time"),
         (((4, 12, 6),), _reader(2, rows=16), "it is 12 high, but a model's VAE makes 16 rows of audio"),
         (((8, 7),), _reader(1, rows=1), "it has 8 channels"),
     ],
-)
+)  # fmt: skip
 def test_streams_that_a_model_does_not_take_are_refused(tmp_path, shapes, reader, words):
     tensors = [torch.ones(1, *shape) for shape in shapes]
     path = _save(tmp_path, tensors[0] if len(tensors) == 1 else Nested(*tensors), _conditioning())

@@ -239,10 +239,9 @@ def job(host: comfy_stub.FakeHost) -> Callable[..., JobConfig]:
     (host.root / "models" / "m").mkdir(parents=True)
     values = {
         "model": {"path": str(host.root / "models" / "m")},
-        "data": {"folders": [{"path": str(host.root / "input" / "dogs")}]},
-        "train": {"steps": 1},
+        "data": {"folders": [{"path": str(host.root / "input" / "dogs")}]}, "train": {"steps": 1},
         "output": {"folder": str(host.root / "output" / "devicebridge" / "a")},
-    }
+    }  # fmt: skip
     return lambda **sections: make_job({**values, **sections})
 
 

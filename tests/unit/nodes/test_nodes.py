@@ -257,11 +257,10 @@ def test_a_refused_model_is_refused_in_the_words_of_the_node(nodes, tmp_path, mo
     (folder / "config.json").write_text(json.dumps({"_class_name": "QwenImageTransformer2DModel"}))
     (folder / "model.safetensors").write_bytes(file.read_bytes())
     cases = [
-        (file, {}, "that ComfyUI knows"),
-        (file, {"variant": "flux2-dev"}, "set variant to auto"),
+        (file, {}, "that ComfyUI knows"), (file, {"variant": "flux2-dev"}, "set variant to auto"),
         (vae, {}, "vae.safetensors is a VAE.*in model"),
         (folder, {}, "models/diffusion_models or models/checkpoints, and choose it in model"),
-    ]
+    ]  # fmt: skip
     for path, sockets, message in cases:
         with pytest.raises(ValueError, match=message) as caught:
             nodes.load.recognised(path, sockets)

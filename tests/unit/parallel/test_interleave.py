@@ -450,11 +450,10 @@ def _thread_state():
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return {
-        "grad": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
+        "grad": torch.is_grad_enabled(), "inference": torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), _color.get()),
         "modes": [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()],
-    }
+    }  # fmt: skip
 
 
 _color = contextvars.ContextVar("color", default="none")

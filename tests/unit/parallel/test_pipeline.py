@@ -350,10 +350,14 @@ def test_an_interrupt_stops_all_workers(monkeypatch):
         assert bridge.traffic is None
 
 
-def test_a_model_that_comes_back_to_a_device_is_refused():
+def test_a_model_that_comes_back_to_a_device_or_leaves_the_last_one_out_is_refused():
     with emulated_cards(2):
         model, bridge = _chain([HOME, NEXT, HOME, NEXT])
         with pytest.raises(RuntimeError, match="every device follows the one before it"):
+            Pipeline(model, bridge).run(_chain_batches(model, bridge, 2))
+        model, bridge = _chain([HOME, NEXT])
+        model.blocks, model.tail = model.blocks[:1], nn.Sequential()
+        with pytest.raises(RuntimeError, match="the forward ended on lazy:0"):
             Pipeline(model, bridge).run(_chain_batches(model, bridge, 2))
 
 

@@ -55,8 +55,7 @@ PLANS = (
     TensorPlan(
         block="Separate",
         linears=(
-            *(Divided(f"attn.{name}", "column", ("heads",)) for name in "qkv"),
-            Divided("attn.o", "row", ("heads",)),
+            *(Divided(f"attn.{name}", "column", ("heads",)) for name in "qkv"), Divided("attn.o", "row", ("heads",)),
             Divided("mlp.0", "column", ("features",), into="mlp.2"),
             Divided("mlp.2", "row", ("features",), sum_after="mlp"),
         ),
@@ -64,7 +63,7 @@ PLANS = (
         width="width",
         norms=("attn.norm_?",),
     ),
-)
+)  # fmt: skip
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:

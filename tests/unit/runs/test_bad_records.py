@@ -25,10 +25,9 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "progress", "what": "captions", "step": 1, "total": 2, "left_s": 0.5},
     {"kind": "forecast", "devices": {"cuda:0": {"forecast": 1.0, "measured": None}}, "parts": {"cuda:0": {"kept": 1}}},
     {"kind": "step", "step": 3, "total": 9, "loss": 0.5, "learning_rate": 1e-3, "elapsed_s": 0.5},
-    {"kind": "eval", "step": 3, "loss": 0.5},
-    {"kind": "memory", "step": 3, "cuda:0": {"peak": 1.0}},
+    {"kind": "eval", "step": 3, "loss": 0.5}, {"kind": "memory", "step": 3, "cuda:0": {"peak": 1.0}},
     {"kind": "sample", "step": 3, "file": "samples/3_0.png", "prompt": "a cat"},
-]
+]  # fmt: skip
 NUMBERS = [-1, 0, 1 << 31, 1 << 70, 10**400, 1e300, float("nan"), float("inf"), -0.5, True]
 TEXTS = ["", "x", "..", "\0", "a\nb\x1b[2J", "\ud800"]
 WRONG = [*NUMBERS, *TEXTS, None, [], {}, [[]], [["cuda:0", float("nan")]], [["cuda:0", 10**9]], {"x": {}}]

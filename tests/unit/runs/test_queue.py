@@ -49,12 +49,11 @@ def _add(queue: JobQueue, name: str, device: str = "cuda:7", **sections: Any) ->
 
 
 CHANGES: dict[str, Any] = {
-    "add": lambda queue: _add(queue, "new"),
-    "replace": lambda queue: _add(queue, "b", train={"steps": 20}),
+    "add": lambda queue: _add(queue, "new"), "replace": lambda queue: _add(queue, "b", train={"steps": 20}),
     "remove": lambda queue: queue.remove(queue.jobs()[1].id),
     "earlier": lambda queue: queue.move(queue.jobs()[1].id, is_earlier=True),
     "later": lambda queue: queue.move(queue.jobs()[1].id, is_earlier=False),
-}
+}  # fmt: skip
 
 
 def _runs(queue: JobQueue) -> list[tuple[str, int]]:

@@ -200,13 +200,12 @@ def test_image_to_video_starts_from_the_first_frame_of_a_training_clip(tmp_path,
 
 TWO = {"devices": ["lazy:0", "lazy:1"]}
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "one card": {"split": {"devices": ["lazy:1"]}},
-    "split": {"split": TWO},
+    "one card": {"split": {"devices": ["lazy:1"]}}, "split": {"split": TWO},
     "pipeline": {"split": TWO, "parallel": {"strategy": "pipeline"}},
     "weight offload": {"split": {**TWO, "offloaded_blocks": [1, 2]}},
     "kept activations": {"split": {**TWO, "blocks_without_checkpointing": [1, 1]}},
     "offloaded inputs": {"split": TWO, "train": {**TRAIN, "offload_activations": "on"}},
-}
+}  # fmt: skip
 
 
 @pytest.fixture

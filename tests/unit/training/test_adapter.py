@@ -107,13 +107,11 @@ def test_a_pattern_behind_an_exclamation_mark_leaves_layers_out():
     ("values", "message"),
     [
         ({"layers": "all", "targets": ("*.to_q",)}, "both say what is trained"),
-        ({"kind": "lokr", "dora": True}, "dora is of kind"),
-        ({"kind": "lokr", "dropout": 0.5}, "dropout is of kind"),
-        ({"kind": "loha", "dora": True}, 'kind is "loha"'),
-        ({"factor": 4}, 'belongs to kind = "lokr"'),
+        ({"kind": "lokr", "dora": True}, "dora is of kind"), ({"kind": "lokr", "dropout": 0.5}, "dropout is of kind"),
+        ({"kind": "loha", "dora": True}, 'kind is "loha"'), ({"factor": 4}, 'belongs to kind = "lokr"'),
         ({"targets": ("text_encoder.*",)}, "set text_encoder = true"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         LoraSettings(**values)

@@ -126,13 +126,12 @@ def test_right_ones_stay_and_the_comparison_leaves_no_trace(job_of, plain, monke
 @pytest.mark.parametrize(
     ("schedule", "only"),
     [
-        ("pipeline", lambda index: True),
-        ("none", lambda index: index == 1),
+        ("pipeline", lambda index: True), ("none", lambda index: index == 1),
         pytest.param("none", lambda index: True, marks=pytest.mark.long),
         pytest.param("data", lambda index: True, marks=pytest.mark.long),
     ],
     ids=["pipeline", "one block", "none", "data"],
-)
+)  # fmt: skip
 def test_wrong_ones_are_given_up(job_of, plain, monkeypatch, caplog, schedule, only):
     """The run is the one without compiling, bit for bit; a gradient that one block loses is enough."""
     expected = plain(schedule)
