@@ -196,6 +196,8 @@ _CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "one_more": lambda value: int(value) + 1,  # SimpleTuner counts the repeats after the first
     "stages": lambda value: "pipeline" if int(value) > 1 else None,
     "uniform": lambda value: "uniform" if value else None,
+    "debiased": lambda value: "debiased" if value else None,
+    "thousandths": lambda value: float(value) / 1000,
 }
 
 

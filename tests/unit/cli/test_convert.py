@@ -326,6 +326,7 @@ CHANGED = {
         ("diffusers_path =", "vae_path = '{0}/v.sft'\ndiffusers_path =", "cache.stock_vae", "{0}/v.sft"),
         ("rank = 32", "rank = 32\ninit_from_existing = '{0}/l'", "lora.start_from", "{0}/l"),
         ("warmup_steps = 100", "blocks_to_swap = 20", "left", "blocks_to_swap = 20"),
+        ("diffusers_path =", "min_t = 0.875\ndiffusers_path =", "objective.lowest_noise", 0.875),
     ],
     "kohya": [
         ('"{0}/model"', '"{0}/a.safetensors"', "model.family", "comfyui"),
@@ -340,6 +341,10 @@ CHANGED = {
         ("caption_dropout_rate = 0.1", "caption_tag_dropout_rate = 0.2", "data.tag_dropout", 0.2),
         ("caption_dropout_rate = 0.1", "keep_tokens = 2", "data.keep_tags", 2),
         ("xformers = true", 'loss_type = "huber"', "left", "loss_type = 'huber'"),
+        ("xformers = true", "min_snr_gamma = 3", "objective.min_snr_gamma", 3.0),
+        ("xformers = true", "min_snr_gamma = 3", "objective.loss_weighting", "min_snr"),
+        ("xformers = true", "debiased_estimation_loss = true", "objective.loss_weighting", "debiased"),
+        ("xformers = true", "max_timestep = 700", "objective.highest_noise", 0.7),
     ],
     "musubi": [
         ('dit = "{0}/model"', 'dit = "{0}/model"\nt5 = "{0}/t5.pth"', "cache.stock_clip_type", "wan"),
@@ -351,6 +356,7 @@ CHANGED = {
         ("sdpa = true", "gradient_accumulation_steps = 2", "train.gradient_accumulation_steps", 2),
         ("sdpa = true", 'lr_scheduler = "constant_with_warmup"\nlr_warmup_steps = 9', "schedule.warmup_steps", 9),
         ("sdpa = true", "guidance_scale = 1.0", "objective.guidance", 1.0),
+        ("sdpa = true", "min_snr_gamma = 3", "left", "min_snr_gamma = 3"),
         ("sdpa = true", "preserve_distribution_shape = true", "left", "preserve_distribution_shape = True"),
     ],
     "OneTrainer": [
@@ -364,6 +370,10 @@ CHANGED = {
         ('"ADAMW"', '"ADAFACTOR"', "optimizer.name", "adafactor"),
         ('"CPU_OFFLOADED"', '"OFF"', "train.gradient_checkpointing", False),
         ('"lora_rank": 24', '"peft_type": "OFT_2"', "left", "peft_type = 'OFT_2'"),
+        ('"lora_rank": 24', '"peft_type": "LOHA"', "lora.kind", "loha"),
+        ('"lora_rank": 24', '"loss_weight_fn": "MIN_SNR_GAMMA"', "objective.loss_weighting", "min_snr"),
+        ('"lora_rank": 24', '"masked_prior_preservation_weight": 0.5', "objective.masked_prior", 0.5),
+        ('"lora_rank": 24', '"max_noising_strength": 0.5', "left", "max_noising_strength = 0.5"),
     ],
     "SimpleTuner": [
         ('"--max_train_steps": 100', '"--max_train_steps": 0', "left", "train.steps"),
