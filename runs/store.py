@@ -213,7 +213,7 @@ def settings_of(job: Mapping[str, Any]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         inside = job.get(section)
         value = inside.get(name) if isinstance(inside, dict) else None
-        if is_number(value) or isinstance(value, str):
+        if is_number(value) or (isinstance(value, str) and len(value) < 40):
             found[key] = value
     return found
 

@@ -86,7 +86,7 @@ def test_what_a_run_went_on_with_is_shown(tmp_path: Path, capsys: pytest.Capture
     assert summary["settings"] == {"train.steps": 9, "optimizer.learning_rate": 1e-4, "schedule.name": "constant"}
     assert main(["jobs", str(tmp_path / "runs")]) == 0
     assert "after step 3: optimizer.learning_rate: 0.001 -> 0.002" in capsys.readouterr().out
-    assert settings_of({"train": 5, "optimizer": {"learning_rate": [1]}}) == {}
+    assert settings_of({"train": 5, "optimizer": {"learning_rate": [1]}, "schedule": {"name": "x" * 99}}) == {}
 
 
 def test_half_a_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path) -> None:
