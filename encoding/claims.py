@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 
-from ..system.locks import Claim, NoLocks, open_lock, take_claim
+from ..system.locks import Claim, take_claim
 from .store import CacheStore, unwritable
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class Claims:
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         self.folder = store.folder / _FOLDER
-        self._has_locks = True
 
     def take(self, key: str) -> Claim | None:
         """Claim an entry; None if another process, or another thread, has it.
@@ -51,16 +50,6 @@ class Claims:
         path = self.folder / f"{key}{_SUFFIX}"
         try:
             claim = take_claim(path)
-        except NoLocks as error:
-            if self._has_locks:
-                logger.warning(
-                    "%s is on a file system without locks (%s): processes that fill this cache at once may compute the "
-                    "same entries",
-                    self._store.folder,
-                    error,
-                )
-            self._has_locks = False
-            return Claim(path, open_lock(path))
         except OSError as error:
             raise unwritable(path, error) from error
         if claim is not None and claim.was_left:
@@ -79,7 +68,7 @@ class Claims:
             claim = self.take(key)
             if claim is None:
                 continue
-            if self._has_locks or key in old:  # without locks a claim does not tell that nobody is writing
+            if claim.is_sure or key in old:  # without locks a claim does not tell that nobody is writing
                 self._store.remove_leftovers(key)
             claim.release()
 
@@ -165,4 +154,4 @@ def has_living_runs(store: CacheStore) -> bool:
     claims = list(map(take_claim, (store.folder / _RUNS).glob(f"*{_SUFFIX}")))
     for claim in filter(None, claims):
         claim.release()
-    return not all(claims)
+    return not all(claim and claim.is_sure for claim in claims)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import socket
@@ -29,7 +28,7 @@ import pydantic
 from ..config.job import JobConfig, job_to_dict, load_job, save_for_process
 from ..events import first_line
 from ..system.files import read_ordinary, remove_leftovers, what_helps, write_atomically
-from ..system.locks import NoLocks, take_claim
+from ..system.locks import take_claim
 from ..system.processes import ProcessMark, own_mark
 from ..system.stopping import Requests
 
@@ -158,7 +157,6 @@ class KeptJobs:
 # ---- one run at a time in a folder
 
 
-_log = logging.getLogger(__name__)
 _OWNER = ".run.owner"
 _LOOK_S = 0.2  # whoever looks whether a run lives holds its lock for a moment
 
@@ -173,12 +171,6 @@ def run_lock(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         claim = take_claim(folder / RUN_LOCK, _LOOK_S)
-    except NoLocks as error:
-        _log.warning(
-            "%s is on a file system without locks (%s): nothing keeps a second run out of it", folder, error.strerror
-        )
-        yield
-        return
     except OSError as error:
         raise ValueError(
             f"output.folder {folder} cannot be written ({error.strerror or error}); {what_helps(error)}, or choose "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,10 @@ _NUM_TRIES = 50
 _TRY_AGAIN_S = 0.02
 _GONE = {errno.ENOENT, errno.ESTALE}  # the latter on NFS, where another machine has removed an open file
 _BEING_REMOVED = {5, 32}  # Windows' numbers for opening a file in the moment in which another removes it
+
+
+_log = logging.getLogger(__name__)
+_warned: set[Path] = set()
 
 
 class NoLocks(OSError):
@@ -52,6 +57,7 @@ class Claim:
     path: Path
     file: IO[bytes]
     was_left: bool = False  # by a holder that was killed
+    is_sure: bool = True  # else the file system has no locks, and others may have it as well
 
     def release(self) -> None:
         """Give the claim back; a second call is a no-op."""
@@ -77,15 +83,23 @@ def is_locked(path: Path) -> bool:
 
 
 def take_claim(path: Path, wait_s: float = 0.0) -> Claim | None:
-    """Claim what this file stands for; None if another process, or another thread, has it.
+    """Claim what this file stands for; None if another process, or another thread, has it. Where the file system has
+    no locks everybody gets it, and one warning says so.
 
     Args:
         wait_s: how long others are waited for.
-    Raises: NoLocks where the file system has none; OSError if the file cannot be opened.
+    Raises: OSError if the file cannot be opened.
     """
     until = time.monotonic() + wait_s
-    while (claim := _try_claim(path)) is None and time.monotonic() < until:
-        time.sleep(_TRY_AGAIN_S)
+    try:
+        while (claim := _try_claim(path)) is None and time.monotonic() < until:
+            time.sleep(_TRY_AGAIN_S)
+    except NoLocks as error:
+        if path.parent not in _warned:
+            _warned.add(path.parent)
+            what = "nothing keeps a second run out of it, and processes at once may do the same work"
+            _log.warning("%s is on a file system without locks (%s): %s", path.parent, error.strerror, what)
+        return Claim(path, open_lock(path), is_sure=False)
     return claim
 
 
@@ -124,17 +138,8 @@ def open_lock(path: Path) -> IO[bytes]:
 
 @contextmanager
 def alone(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
-    """Whether no other thread or process is inside with this lock file; always so where the file system has no locks.
-
-    Args:
-        wait_s: how long others are waited for.
-    Raises: OSError if the file cannot be opened.
-    """
-    try:
-        claim = take_claim(path, wait_s)
-    except NoLocks:
-        yield True
-        return
+    """Whether no other thread or process is inside with this lock file. Arguments and errors as of take_claim."""
+    claim = take_claim(path, wait_s)
     try:
         yield claim is not None
     finally:
