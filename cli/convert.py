@@ -21,7 +21,8 @@ from ..system.files import read_ordinary, write_atomically
 from ..system.telling import printable, say
 from .other_trainers import MOST_BYTES, Made, Values, flat, read_values, rows_of, tables
 
-_REPEATED = re.compile(r"(\d+)_(.+)")  # a folder of kohya's
+_REPEATED = re.compile(r"(\d+)(?:_(.*))?")  # a folder of kohya's
+_WITHOUT_DECAY = ("adam", "adam8bit", "adam_8bit", "prodigy", "adafactor")  # where weight_decay is not said
 _FILES = (".safetensors", ".gguf", ".sft", ".ckpt", ".pt", ".pth", ".bin")
 _REQUIRED = {"model.path": "-", "train.steps": 1, "output.folder": "-"}  # with what a check of the rest takes for each
 
@@ -54,11 +55,12 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
     made = Made(path, text, _recognise(values, path))
     try:
         _READERS[made.trainer](made, values)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        made.own["is_job"] = bool(made.values.keys() & {"model", "lora", "optimizer"})
+        if model:
+            made.set("model.path", str(model))
+        return _finished(made)
+    except (ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is not built as {made.trainer} writes it: {error!r:.200}") from error
-    if model:
-        made.set("model.path", str(model))
-    return _finished(made)
 
 
 def _recognise(values: Any, path: Path) -> str:
@@ -103,6 +105,15 @@ def _ai_toolkit(made: Made, values: Any) -> None:
         made.leave("config.process", each.get("type"), "a file with several trainings becomes several jobs; split it")
     made.take(dict(flat(_without(process, "datasets"))))
     made.take_folders(process.get("datasets"))
+    if (count := process.get("train", {}).get("gradient_accumulation_steps") or 1) > 1:  # theirs counts each as a step
+        for key in ("train.steps", "output.save_every_steps", "samples.every_steps"):
+            if steps := made.get(key):
+                made.set(key, math.ceil(steps / count))
+    if made.get("lora.kind") == "lokr" and made.own.get("full_rank", True):
+        made.set("lora.rank", 1024)
+        made.set("lora.alpha", 1024.0)
+    if made.get("optimizer.name") == "prodigy" and (made.get("optimizer.learning_rate") or 0) < 0.1:
+        made.set("optimizer.learning_rate", 1.0)  # as theirs does
     if name := values["config"].get("name"):
         made.set("output.name", name)
         made.set("output.folder", f"{made.get('output.folder') or 'output'}/{name}")
@@ -114,8 +125,6 @@ def _diffusion_pipe(made: Made, values: Any) -> None:
     dataset = values if "directory" in values else made.read_beside(values.get("dataset", "no dataset"))
     if dataset is not values:
         made.take(dict(flat(_without(values, "dataset"))))
-        if (rank := made.get("lora.rank")) and made.get("lora.alpha") is None:
-            made.set("lora.alpha", float(rank))
     made.take_folders(dataset.get("directory"), _without(dataset, "directory"))
 
 
@@ -126,7 +135,6 @@ def _kohya(made: Made, values: Any) -> None:
     settings = _without(given, "datasets", "general", "dataset_config", "train_data_dir", "reg_data_dir")
     names = rows_of("kohya folder").keys() - rows_of("kohya").keys()
     of_folders = {name: value for name, value in settings.items() if name in names}
-    made.take(_without(settings, *of_folders))
     for dataset in config.get("datasets") or ():
         general = {**of_folders, **config.get("general", {}), **_without(dataset, "subsets")}
         made.take_folders(dataset.get("subsets", [{}]), general)
@@ -134,15 +142,21 @@ def _kohya(made: Made, values: Any) -> None:
         for folder in _repeated_folders(Path(place)) if place else ():
             made.take(of_folders, " folder", folder)
             made.folders.append({**folder, **({"regularisation": True} if is_regularisation else {})})
+    made.take(_without(settings, *of_folders))
+    if made.own.get("epochs_first"):  # which count over steps
+        made.own["epochs"] = made.own["epochs_first"]
+        made.values.get("train", {}).pop("steps", None)
     _texts_of_kohya(made, is_stable_diffusion="pretrained_model_name_or_path" in given)
 
 
 def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
     """Settings of kohya's whose values are texts of their own, and its LoRA on text encoders."""
     network = str(made.own.get("network", "networks.lora"))
-    words = dict(part.partition("=")[::2] for part in made.own.get("network_args", ()))
+    words = dict(part.partition("=")[::2] for part in _parts(made.own.get("network_args")))
     if network == "lycoris.kohya":
         made.take({"LoRA_type": words.pop("algo", "lora")})
+        if made.get("lora.kind") == "lokr" and words.get("factor", "").isdecimal():
+            made.set("lora.factor", int(words.pop("factor")))
     elif not network.startswith("networks.lo"):
         made.leave("network_module", network, "there is nothing like it here")
     if kind := tables()["words"]["clip_types"].get(
@@ -151,14 +165,17 @@ def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
         made.own["clip_type"] = kind
     for name, value in words.items():
         made.leave(f"network_args {name}", value, tables()["reasons"]["targets"])
-    for part in made.own.get("optimizer_args", ()):
-        name, _, value = str(part).partition("=")
+    for part in _parts(made.own.get("optimizer_args")):
+        name, _, value = part.partition("=")
         if name == "weight_decay":
             made.set("optimizer.weight_decay", float(value))
         else:
             made.leave(f"optimizer_args {name}", value, tables()["reasons"]["options"])
     rate = made.own.get("text_rate")
     rate = rate[0] if isinstance(rate, list) and rate else rate
+    if rate is None and "unet_lr" in made.given:
+        rate = made.given.get("learning_rate")
+    is_stable_diffusion &= str(made.given.get("LoRA_type")).lower() not in ("flux1", "sd3")
     if network == "networks.lora" and is_stable_diffusion and not made.own.get("unet_only") and rate not in (0, "0"):
         if str(made.get("model.path")).lower().endswith(_FILES):
             made.set("lora.text_encoder", True)
@@ -175,11 +192,20 @@ def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
             folder |= {"loss_weight": weight} if folder.get("regularisation") else {}
 
 
+def _parts(value: Any) -> list[str]:
+    """Of name=value, in a list or, as kohya_ss has it, in one text."""
+    return value.split() if isinstance(value, str) else list(map(str, value or ()))
+
+
 def _repeated_folders(root: Path) -> list[dict[str, Any]]:
     """kohya's folders, <repeats>_<name>: the name is the caption of images without one. Else the folder itself."""
     inner = sorted(root.iterdir()) if root.is_dir() else []
     matches = [(each, _REPEATED.fullmatch(each.name)) for each in inner if each.is_dir()]
-    found = [{"path": str(each), "repeats": max(int(m[1]), 1), "caption": m[2]} for each, m in matches if m]
+    found = [
+        {"path": str(each), "repeats": int(m[1]), **({"caption": m[2]} if m[2] else {})}
+        for each, m in matches
+        if m and int(m[1])
+    ]
     return found or [{"path": str(root)}]
 
 
@@ -195,7 +221,8 @@ def _one_trainer(made: Made, values: Any) -> None:
         if each.get("type") == "VALIDATION" or each.get("validation_concept"):
             made.set("evaluation.folder", each["path"])
         elif each.get("enabled", True):
-            made.take_folders([each])
+            counts_samples = each.get("balancing_strategy") == "SAMPLES"
+            made.take_folders([_without(each, "balancing") if counts_samples else each])
     if file := made.own.get("output_file"):
         made.set("output.folder", made.get("output.folder") or str(Path(file).parent))
         made.set("output.name", Path(file).stem)
@@ -206,6 +233,8 @@ def _one_trainer(made: Made, values: Any) -> None:
         elif unit == "EPOCH":
             made.own[f"{what}_epochs"] = count
     made.own["ema"] = made.own.get("ema", "OFF") != "OFF"
+    if isinstance(values, dict) and values.get("clip_grad_norm", 1) is None:
+        made.set("train.clip_norm", 0)
 
 
 def _simple_tuner(made: Made, values: Any) -> None:
@@ -256,9 +285,17 @@ def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
     if made.folders:
         made.set("data.folders", made.folders)
     _count_steps(made)
-    defaults = tables()["defaults"].get(made.trainer, {}) if made.values.keys() & {"model", "lora", "optimizer"} else {}
+    _draw_noise(made)
+    names = [name for name, row in rows_of(made.trainer).items() if row == ["optimizer.name", "optimizers"]]
+    if made.get("optimizer.weight_decay") is None and {str(made.given.get(each)).lower() for each in names} & {
+        *_WITHOUT_DECAY
+    }:
+        made.set("optimizer.weight_decay", 0.0)
+    defaults = tables()["defaults"].get(made.trainer, {}) if own["is_job"] else {}
     for key, value in defaults.items():
         made.set(key, value if made.get(key) is None else made.get(key))
+    if (rank := made.get("lora.rank")) and made.get("lora.alpha") is None:  # diffusion-pipe's and SimpleTuner's rule
+        made.set("lora.alpha", float(rank))
     if not own.get("ema"):
         made.values.get("train", {}).pop("ema_decay", None)
     elif not made.get("train.ema_decay"):
@@ -312,18 +349,50 @@ def _name_encoders(made: Made) -> list[str]:
     return [] if kind else ["To be filled in: cache.stock_clip_type, which ComfyUI's CLIP loader calls type"]
 
 
+def _draw_noise(made: Made) -> None:
+    """Noise levels as their trainer draws them: where a job of ours says nothing its model's family decides."""
+    given, of = made.given, made.trainer
+    if of == "kohya":
+        of = "musubi" if "dit" in given else str(made.own.get("network")).rpartition(".")[2]
+    name, value, shift = tables()["noise"].get(of, ("", "", 0.0))
+    is_flow = {
+        "ai-toolkit": given.get("train.noise_scheduler") == "flowmatch" or name in given,
+        "diffusion-pipe": given.get("model.type") != "sdxl" and not given.get("model.flux_shift"),
+        "SimpleTuner": not re.match(r"sd(?!3)|kolors|deepfloyd|pixart", str(given.get("model_family"))),
+    }
+    if not name or not made.own["is_job"] or not is_flow.get(of, True):
+        return
+    of_flux = {"guidance_scale": 3.5, "model_prediction_type": "sigma_scaled"} if of == "lora_flux" else {}
+    made.take({key: each for key, each in {name: value, **of_flux}.items() if key not in given})
+    if made.get("objective.timestep_sampling") is None:
+        return  # it is listed
+    if made.trainer == "kohya" and str(given[name]).lower() in ("sigmoid", "uniform"):
+        if made.get("objective.shift") not in (None, 1):
+            made.leave(
+                "discrete_flow_shift", given["discrete_flow_shift"], f"it has no effect there with {name} {given[name]}"
+            )
+        made.set("objective.shift", 1.0)
+    elif made.get("objective.shift") is None and not given.get("dynamic_timestep_shifting"):
+        made.set("objective.shift", shift)
+
+
 def _count_steps(made: Made) -> None:
     """Steps of so many epochs, counted from the images of the folders where these are there."""
     images = 0
     for each in made.folders:
         root = Path(each["path"])
         media = sum(map(is_media, root.iterdir())) if root.is_dir() else 0
-        images += media * each.get("repeats", 1) * len(each.get("resolutions") or made.get("data.resolutions") or "1")
+        sizes = each.get("resolutions") or made.get("data.resolutions") or [0]
+        images += media * each.get("repeats", 1) * (1 if made.trainer == "OneTrainer" else len(sizes))  # it draws one
     per_step = (made.get("train.batch_size") or 1) * (made.get("train.gradient_accumulation_steps") or 1)
     keys = {"epochs": "train.steps", "save_epochs": "output.save_every_steps", "sample_epochs": "samples.every_steps"}
     for name, key in keys.items():
         epochs = made.own.get(name)
-        if epochs and made.get(key) is None and images and isinstance(per_step, int):
-            made.set(key, math.ceil(float(epochs) * math.ceil(images / per_step)))
+        if epochs and images and isinstance(per_step, int):
+            steps, said = math.ceil(float(epochs) * math.ceil(images / per_step)), made.get(key)
+            if said and made.trainer != "diffusion-pipe":
+                made.leave(name, epochs, f"{key} is said, too")
+            else:  # the first of both ends diffusion-pipe's
+                made.set(key, min(steps, said or steps))
         elif epochs and made.get(key) is None:
             made.leave(name, epochs, f"{key} counts steps, and no image is there to count them by")

@@ -55,14 +55,17 @@ class Made:
         self.folders: list[dict[str, Any]] = []
         self.left: dict[str, list[str]] = {}  # reason -> settings
         self.origins: dict[str, str] = {}  # our key -> theirs
+        self.given: dict[str, Any] = {}  # their settings as they say them
         self.own: dict[str, Any] = {}  # what rows give to this module, by its name without the colon
 
     def take(self, given: Values, table: str = "", folder: dict[str, Any] | None = None) -> None:
         """Each setting by its row; those of a folder go to it, and others to the job."""
         rows, reasons = rows_of(f"{self.trainer}{table}"), tables()["reasons"]
-        for name, value in given.items():
+        for name in sorted(given, key=[*rows, *given].index):
+            value = given[name]
             if value is None or value == "" or isinstance(value, str) and value.lower() == "none":
                 continue
+            self.given[name] = value
             row = rows.get(name) or next((row for key, row in rows.items() if fnmatch.fnmatchcase(name, key)), None)
             kind, *rest = row if isinstance(row, list) else [row or "!not known here"]
             if kind.startswith("!"):
@@ -83,7 +86,7 @@ class Made:
             elif change:
                 value = _CHANGES[change](value)
             value = _as_kind(value, full)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):
             self.leave(name, value, "there is nothing like it here" + (f", but {', '.join(words)}" if words else ""))
             return
         if value is None:
@@ -187,15 +190,17 @@ _CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "side": _side,
     "sides": _sides,
     "prefix": lambda value: f"{value}{{caption}}",
+    "prefix_apart": lambda value: f"{value} {{caption}}",
     "prompts": lambda value: [each if isinstance(each, str) else each["prompt"] for each in value] or None,
     "paths": lambda value: [each["path"] for each in value],
     "negated": lambda value: not value,
     "not_negative": lambda value: max(int(value), 0),
     "positive": lambda value: value or None,  # kohya_ss and SimpleTuner write 0 where epochs count
-    "rounded": lambda value: max(round(float(value)), 1),
-    "one_more": lambda value: int(value) + 1,  # SimpleTuner counts the repeats after the first
+    "whole": lambda value: int(value) if float(value) >= 1 and float(value).is_integer() else int("part"),
+    "one_more": lambda value: float(value) + 1,  # SimpleTuner counts the repeats after the first
+    "or_one": lambda value: value or 1,  # 0 is no shift
     "stages": lambda value: "pipeline" if int(value) > 1 else None,
-    "uniform": lambda value: "uniform" if value else None,
+    "uniform": lambda value: "sigmoid" if str(value).lower() in ("false", "0") else "uniform",
     "debiased": lambda value: "debiased" if value else None,
     "thousandths": lambda value: float(value) / 1000,
 }

@@ -422,7 +422,7 @@ def _caption_doubts(pictures: Sequence[_Picture], tables: Tables) -> Iterator[tu
         f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
         f"caption: {_names(found)}; write the captions anew, or delete the files if no caption is meant",
     )
-    found = [repr(name) for name in tables.strange]
+    found = [f"{name!r:.100}" for name in tables.strange]
     yield found, f"entries of JSON files name no image or clip that is read: {_names(found)}; take them out"
     found = [p.path.name for p in pictures if p.source in TEXT_FILES and tables.has(p.path)]
     yield (

@@ -245,11 +245,12 @@ WHOLE = {
     "ai-toolkit": {
         "output.folder": "{0}/out/my_lora_v1", "output.name": "my_lora_v1", "data.trigger_word": "p3r5on",
         "lora.kind": "lora", "lora.rank": 32, "lora.alpha": 16.0, "output.lora_dtype": "float16",
-        "output.save_every_steps": 250, "output.keep_last": 4, "data.caption_dropout": 0.05,
+        "output.save_every_steps": 125, "output.keep_last": 4, "data.caption_dropout": 0.05,
         "data.resolutions": (512, 768, 1024), "data.folders.path": "{0}/data", "train.batch_size": 1,
-        "train.steps": 2000, "train.gradient_accumulation_steps": 2, "optimizer.name": "adamw8bit",
-        "objective.timestep_sampling": "sigmoid", "optimizer.learning_rate": 1e-4, "train.ema_decay": 0.99,
-        "model.path": "{0}/model", "model.quantize": "auto", "samples.every_steps": 250, "samples.width": 1024,
+        "train.steps": 1000, "train.gradient_accumulation_steps": 2, "optimizer.name": "adamw8bit",
+        "objective.shift": 1.0, "objective.timestep_sampling": "sigmoid", "optimizer.learning_rate": 1e-4,
+        "train.ema_decay": 0.99,
+        "model.path": "{0}/model", "model.quantize": "auto", "samples.every_steps": 125, "samples.width": 1024,
         "samples.height": 768, "samples.prompts": ("p3r5on playing chess", "a horse, fish eye lens"),
         "samples.seed": 42, "samples.guidance": 4.0, "samples.steps": 20, "model.dtype": "bfloat16",
     },
@@ -258,7 +259,8 @@ WHOLE = {
         "parallel.strategy": "pipeline", "train.gradient_accumulation_steps": 4, "train.clip_norm": 1.0,
         "schedule.warmup_steps": 100, "train.gradient_checkpointing": True, "split.balance": "memory",
         "output.lora_dtype": "bfloat16", "data.window": "start", "model.path": "{0}/model", "model.quantize": "fp8",
-        "objective.timestep_sampling": "logit_normal", "lora.kind": "lora", "lora.rank": 32, "lora.alpha": 32.0,
+        "objective.shift": 1.0,
+        "objective.timestep_sampling": "sigmoid", "lora.kind": "lora", "lora.rank": 32, "lora.alpha": 32.0,
         "lora.dtype": "bfloat16", "optimizer.name": "adamw", "optimizer.learning_rate": 2e-5,
         "optimizer.weight_decay": 0.02, "optimizer.options": {"betas": [0.9, 0.99]}, "data.resolutions": (512,),
         "data.max_aspect_ratio": 2.5, "data.frames": (1, 33), "data.folders.repeats": 10,
@@ -276,14 +278,15 @@ WHOLE = {
     "musubi": {
         "model.path": "{0}/model", "lora.rank": 16, "lora.alpha": 8.0, "optimizer.learning_rate": 2e-4,
         "optimizer.name": "adamw8bit", "train.steps": 800, "output.save_every_steps": 100, "output.name": "wan",
-        "model.quantize": "auto", "objective.timestep_sampling": "sigmoid", "objective.shift": 3.0,
+        "model.quantize": "auto", "objective.timestep_sampling": "sigmoid", "objective.shift": 1.0,
         "data.resolutions": (723,), "data.folders.path": "{0}/data", "data.folders.repeats": 3,
         "data.frames": (1, 25), "data.window": "start", "train.batch_size": 1,
     },
-    "OneTrainer": {  # 5 images x 3 x 2 sizes / 2 = 15 steps an epoch
+    "OneTrainer": {  # 5 images x 3, each in one of 2 sizes / 2 = 8 steps an epoch
         "model.path": "{0}/model", "output.folder": "{0}/out", "output.name": "person", "lora.rank": 24,
         "lora.alpha": 1.0, "optimizer.learning_rate": 3e-4, "schedule.name": "cosine", "schedule.warmup_steps": 200,
-        "train.steps": 75, "train.batch_size": 2, "train.gradient_checkpointing": True, "train.ema_decay": 0.998,
+        "objective.shift": 1.0,
+        "train.steps": 40, "train.batch_size": 2, "train.gradient_checkpointing": True, "train.ema_decay": 0.998,
         "data.resolutions": (512, 768), "objective.timestep_sampling": "logit_normal", "optimizer.name": "adamw",
         "optimizer.weight_decay": 0.05, "model.quantize": "fp8", "output.save_every_steps": 100,
         "output.lora_dtype": "bfloat16", "data.use_masks": False, "samples.prompts": ("a cat",),
@@ -313,13 +316,28 @@ CHANGED = {
         ("use_ema: true", "use_ema: false", "train.ema_decay", 0.0),
         ('caption_ext: "txt"', 'default_caption: "a cat"', "data.folders.caption", "a cat"),
         ('caption_ext: "txt"', "shuffle_tokens: true", "data.shuffle_tags", True),
+        ('type: "lora"', "type: lokr", "lora.rank", 1024),
+        ('type: "lora"', "type: lokr\n        lokr_full_rank: false", "lora.alpha", 16.0),
+        ("gradient_accumulation_steps: 2", "gradient_accumulation: 2", "train.steps", 2000),
+        ("timestep_type: 'sigmoid'", "seed: 1", "objective.timestep_sampling", "sigmoid"),
+        ("timestep_type: 'sigmoid'", "timestep_type: linear", "objective.timestep_sampling", "uniform"),
+        ("timestep_type: 'sigmoid'", "lr_scheduler: linear", "left", "train.lr_scheduler = 'linear'"),
+        ("lr: 1e-4", "seed: 1", "optimizer.learning_rate", 1e-6),
+        ('"adamw8bit"', '"prodigy"', "optimizer.learning_rate", 1.0),
+        ('"adamw8bit"', '"prodigy"', "optimizer.weight_decay", 0.0),
         ("low_vram: true", "assistant_lora_path: x", "left", "model.assistant_lora_path = 'x'"),
     ],
     "diffusion-pipe": [
         ("epochs = 10", "epochs = 10\nmax_steps = 77", "train.steps", 77),
+        ("epochs = 10", "epochs = 10\nmax_steps = 777", "train.steps", 130),
+        ("timestep_sample_method = 'logit_normal'", "shift = 5", "objective.shift", 5.0),
+        ("timestep_sample_method = 'logit_normal'", "sigmoid_scale = 1.3", "objective.timestep_sampling", "sigmoid"),
+        ("timestep_sample_method = 'logit_normal'", "flux_shift = true", "objective.shift", ""),
+        ("'adamw_optimi'", "'Prodigy'", "optimizer.weight_decay", 0.02),
         ("pipeline_stages = 2", "pipeline_stages = 1", "parallel.strategy", "auto"),
         ("'parameters'", "'manual'\npartition_split = [3]", "split.split_at", (3,)),
         ("checkpointing = true", "checkpointing = 'unsloth'", "train.gradient_checkpointing", True),
+        ("pipeline_stages = 2", "pipeline_stages = inf", "left", "pipeline_stages = inf"),
         ("'single_beginning'", "'single_middle'", "data.window", "centre"),
         ("'single_beginning'", "'multiple_overlapping'", "left", "video_clip_mode = 'multiple_overlapping'"),
         ("diffusers_path = '{0}/model'", "transformer_path = '{0}/a.safetensors'", "model.family", "comfyui"),
@@ -332,6 +350,18 @@ CHANGED = {
         ('"{0}/model"', '"{0}/a.safetensors"', "model.family", "comfyui"),
         ("network_dim = 8", "network_dim = 8\nnetwork_alpha = 4", "lora.alpha", 4.0),
         ('"networks.lora"', '"lycoris.kohya"\nunet_lr = 1e-4', "lora.kind", "lora"),
+        ('"networks.lora"', '"lycoris.kohya"\nLoRA_type = "LyCORIS/LoHa"', "lora.kind", "loha"),
+        ('["weight_decay=0.1", "betas=0.9,0.99"]', '"weight_decay=0.2 betas=0.9,0.99"', "optimizer.weight_decay", 0.2),
+        ("learning_rate = 1e-4", "learning_rate = 1e-4\nunet_lr = 5e-5", "optimizer.learning_rate", 5e-5),
+        ("learning_rate = 1e-4", "learning_rate = 1e-4\nunet_lr = 5e-5", "left", "learning_rate = 0.0001"),
+        ("max_train_epochs = 4", "max_train_epochs = 4\nmax_train_steps = 1600", "train.steps", 120),
+        ("max_train_epochs = 4", "epoch = 4\nmax_train_steps = 1600", "left", "epochs = 4"),
+        ('"networks.lora"', '"networks.lora_flux"', "objective.shift", 3.0),
+        ('"networks.lora"', '"networks.lora_flux"', "objective.guidance", 3.5),
+        ('"networks.lora"', '"networks.lora_flux"', "left", "model_prediction_type = 'sigma_scaled'"),
+        ('"networks.lora"', '"networks.lora_flux"', "objective.timestep_sampling", "uniform"),
+        ("caption_dropout_rate = 0.1", 'caption_prefix = "A"', "data.folders.caption_template", ["A {{caption}}"] * 2),
+        ("caption_dropout_rate = 0.1", "alpha_mask = true", "left", "as name_mask.png: alpha_mask"),
         ('["loraplus_lr_ratio=16"]', '["algo=lokr"]', "left", "network_args algo = 'lokr'"),
         ('"AdamW8bit"', '"Prodigy"', "optimizer.name", "prodigy"),
         ('"cosine"', '"cosine_with_restarts"', "left", "lr_scheduler = 'cosine_with_restarts'"),
@@ -351,6 +381,9 @@ CHANGED = {
         ('dit = "{0}/model"', 'dit = "{0}/model"\nvae = "{0}/v.pth"', "cache.stock_vae", "{0}/v.pth"),
         ("network_alpha = 8", "", "lora.alpha", 1.0),
         ("network_alpha = 8", "network_dropout = 0.2", "lora.dropout", 0.2),
+        ('"sigmoid"', '"shift"', "objective.shift", 3.0),
+        ('"sigmoid"', '"sigmoid"', "left", "discrete_flow_shift = 3.0"),
+        ('timestep_sampling = "sigmoid"', "", "objective.timestep_sampling", "uniform"),
         ('"sigmoid"', '"qinglong_flux"', "left", "timestep_sampling = 'qinglong_flux'"),
         ("max_train_steps = 800", "max_train_epochs = 2", "train.steps", 30),
         ("sdpa = true", "gradient_accumulation_steps = 2", "train.gradient_accumulation_steps", 2),
@@ -364,10 +397,15 @@ CHANGED = {
         ('"lora_rank": 24', '"lora_alpha": 8', "lora.rank", 16),
         ('"FLOAT_8"', '"NFLOAT_4"', "left", "transformer.weight_dtype = 'NFLOAT_4'"),
         ('"FLOAT_8"', '"INT_W8A8"', "model.quantize", "int8-compute"),
-        ('"save_every_unit": "STEP"', '"save_every_unit": "EPOCH"', "output.save_every_steps", 1500),
+        ('"save_every_unit": "STEP"', '"save_every_unit": "EPOCH"', "output.save_every_steps", 800),
         ('"lora_rank": 24', '"lora_decompose": true', "lora.dora", True),
         ('"training_method": "LORA"', '"training_method": "FINE_TUNE"', "left", "training_method = 'FINE_TUNE'"),
         ('"ADAMW"', '"ADAFACTOR"', "optimizer.name", "adafactor"),
+        ('"LOGIT_NORMAL"', '"SIGMOID"', "left", "timestep_distribution = 'SIGMOID'"),
+        ('"LOGIT_NORMAL"', '"LOGIT_NORMAL", "noising_weight": 0.5', "objective.logit_std", 1.5),
+        ('"train": true,', '"train": true, "learning_rate": 0.0001,', "optimizer.learning_rate", 1e-4),
+        ('"ADAMW", "weight_decay": 0.05', '"PRODIGY"', "optimizer.weight_decay", 0.0),
+        ('"lora_rank": 24', '"clip_grad_norm": null', "train.clip_norm", 0.0),
         ('"CPU_OFFLOADED"', '"OFF"', "train.gradient_checkpointing", False),
         ('"lora_rank": 24', '"peft_type": "OFT_2"', "left", "peft_type = 'OFT_2'"),
         ('"lora_rank": 24', '"peft_type": "LOHA"', "lora.kind", "loha"),
@@ -377,10 +415,14 @@ CHANGED = {
     ],
     "SimpleTuner": [
         ('"--max_train_steps": 100', '"--max_train_steps": 0', "left", "train.steps"),
-        ('"--lora_alpha": 32,', "", "lora.alpha", 16.0),
+        ('"--lora_alpha": 32,', "", "lora.alpha", 64.0),
         ('"--lora_type": "standard"', '"--lora_type": "lycoris"', "left", "lora_type = 'lycoris'"),
         ('"int8-quanto"', '"no_change"', "model.quantize", "none"),
-        ('"--use_ema": false', '"--use_ema": true', "train.ema_decay", 0.999),
+        ('"--use_ema": false', '"--use_ema": true', "train.ema_decay", 0.995),
+        ('"--flow_schedule_shift": 3', '"--seed": 1', "objective.shift", 3.0),
+        ('"--seed": 42', '"--seed": 42', "train.clip_norm", 2.0),
+        ('"--seed": 42', '"--seed": 42', "objective.timestep_sampling", "sigmoid"),
+        ('"constant"', '"cosine"', "left", "lr_scheduler = 'cosine'"),
         ('"constant"', '"polynomial"', "left", "lr_scheduler = 'polynomial'"),
         ('"--seed": 42', '"--lr_warmup_steps": 12', "schedule.warmup_steps", 12),
         ('"--seed": 42', '"--max_grad_norm": 0.5', "train.clip_norm", 0.5),
@@ -475,7 +517,12 @@ def test_a_file_of_a_dataset_becomes_a_job_without_a_model(folder, trainer):
 def test_folders_of_kohya_are_given_without_a_file(folder, capsys):
     assert main(["convert", str(folder / "images"), "--model", str(folder / "model")]) == 0
     out = capsys.readouterr().out
-    assert 'path = "' + str(folder / "images" / "10_my_cat") in out and "repeats = 10" in out and '"my_cat"' in out
+    assert (
+        'path = "' + str(folder / "images" / "10_my_cat") in out
+        and "repeats = 10" in out
+        and '"my_cat"' in out
+        and "[lora]" not in out
+    )
     assert "To be filled in: train.steps" in out and "To be filled in: model.path" not in out
 
 
@@ -498,6 +545,13 @@ def test_a_wrong_file_is_refused_by_name_and_line(tmp_path, capsys, name, text, 
     assert main(["convert", str(tmp_path / name)]) == 2
     said = capsys.readouterr().err
     assert all(each in said for each in [name, *named]), said
+
+
+@pytest.mark.parametrize("count", ["inf", "[3]"])
+def test_epochs_that_are_no_number_of_steps_are_refused_by_the_name_of_the_file(folder, count):
+    path = _write(folder, "kohya", "max_train_epochs = 4", f"max_train_epochs = {count}")
+    with pytest.raises(ValueError, match=str(path)):
+        convert_file(path)
 
 
 def test_a_job_that_is_there_is_not_overwritten(folder, capsys):
