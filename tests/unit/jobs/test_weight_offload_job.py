@@ -16,7 +16,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.planning.cards import Card
-from devicebridge.quantization import eight_bit, quantize
+from devicebridge.quantization import eight_bit
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.quantized import plain_parts
@@ -87,7 +87,6 @@ def _bytes(model):
 @pytest.mark.parametrize("scheme", [None, "int8", pytest.param("fp8-compute", marks=pytest.mark.long)])
 def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeypatch, tmp_path):
     monkeypatch.setattr(eight_bit, "_PIECE", _PIECE)  # as small beside these layers as the real ones beside FLUX.2's
-    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
     with emulated_cards(2):
         plain, _, resident = _assemble(info, scheme, ())
         expected = _values(plain.model)
@@ -102,7 +101,7 @@ def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeyp
             assert all(equal.values()), [name for name, is_equal in equal.items() if not is_equal]
             slots = 2 * max(block.host.tensor.nbytes for block in built.weight_offload._blocks.values())
             second = CARDS[1]
-            # a layer, the same in 8 bits, and pieces of it; torchao's pieces are larger than these layers
+            # a layer, the same in 8 bits, and pieces of it
             rounding = {None: 0, "fp8-compute": 1.5 * layer + 32 * _PIECE, "int8": 1.5 * layer + 16 * layer}[scheme]
             assert final[CARDS[0]] == resident[CARDS[0]]
             assert peaks[second] <= final[second] - slots + rounding  # LoRA came later, and weighs little
