@@ -39,6 +39,7 @@ from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
     SCHEMES,
+    STORED,
     TINY_CONFIG,
     RandomModel,
     attach_lora,
@@ -335,14 +336,14 @@ def print_profile(title: str, found: dict[str, Any], num_rows: int = 22) -> None
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", choices=(*SCHEMES, *STORED), default=list(SCHEMES))
     parser.add_argument("--side", type=int, nargs="+", default=[512, 1024], help="pixels")
     parser.add_argument("--lora", nargs="+", choices=LORAS, default=LORAS[:2], help="-peft: as PEFT computes it")
     parser.add_argument("--layers", type=int, nargs=2, help="double and single blocks; all, or half on one GPU")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=6, help="measured steps of each scheme, after 2 to warm up")
     parser.add_argument("--budget-s", type=float, default=215.0, help="no section is begun after this many seconds")
-    parser.add_argument("--profile", nargs="+", choices=SCHEMES, help="profile these schemes instead")
+    parser.add_argument("--profile", nargs="+", choices=(*SCHEMES, *STORED), help="profile these schemes instead")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

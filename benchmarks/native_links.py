@@ -23,6 +23,7 @@ Cases, and about how many seconds they take on two H100 with --steps 3 --rounds 
   wan_cfg     60  Wan with CFG 5: tokens gives each card whole conditionings; in tokens_together both compute each
   wan_memory  12  one step of 81 frames: the peak of each card above its weights, tokens over one card
   wan_shares  20  the second card computes every linear and attention twice: tokens by equal shares and by 2:1
+  derived_flux1, derived_wan: a few blocks by tokens whose row is taken out, so that the pack derives and proves one
 """
 
 from __future__ import annotations
@@ -66,12 +67,15 @@ from native_split import (  # starts ComfyUI; torch comes after it  # isort: ski
 )
 
 import torch
+from devicebridge.families.comfy.token_plans import TOKEN_PLANS
+from devicebridge.nodes.host.split import deriving as deriving_module
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tensor as tensor_module
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import tensor_parallel
+from devicebridge.parallel.local.deriving import written
 from devicebridge.parallel.local.shards import divide_block
 from devicebridge.parallel.local.tokens import HERE
 from devicebridge.planning.cards import machine_speed
@@ -380,6 +384,40 @@ def wan_shares(models: Models) -> dict[str, Any]:
     return report
 
 
+def derived(models: Models) -> dict[str, Any]:
+    """Seconds of deriving and proving; of a step of one card, by the written row and by the derived one; latents."""
+    work, report = Work(models.shape), dict[str, Any]()
+    turns = {}
+    for name, model in ((_ONE, models.one), ("written", models.split("tokens"))):
+        sample(model, replace(work, steps=2))
+        turns[name] = sample(model, work)
+    models.drop("tokens")
+    found: list[tuple[float, Any]] = []
+
+    def find_rows(*args: Any) -> Any:
+        synchronize()
+        start = time.perf_counter()
+        row = own(*args)
+        synchronize()
+        found.append((time.perf_counter() - start, row))
+        return row
+
+    own = deriving_module.find_rows
+    with mock.patch.dict(TOKEN_PLANS), mock.patch.object(deriving_module, "find_rows", find_rows):
+        row = TOKEN_PLANS.pop(models.shape.class_name)
+        model = models.split("tokens")
+        with contextlib.suppress(OSError):
+            deriving_module.rows_of(models.one.model.diffusion_model).path.unlink()  # of an earlier run
+        report["first_s"] = sample(model, work).until_first_step_s
+        turns["derived"] = sample(model, work)
+    models.drop("tokens")
+    report["rows"] = {"written": written(row), **{f"derived in {s:.2f} s": written(each) for s, each in found}}
+    for name, turn in turns.items():
+        report[name] = {"s_per_step": turn.step_s, "equal": _difference(turns[_ONE].latents, turn.latents)}
+    say(f"    {report}")
+    return report
+
+
 CASES: dict[str, tuple[Shape, Callable[[Models], dict[str, Any]]]] = {
     "wan": (WAN_14B, wan),
     "flux1": (replace(FLUX1, latent=(16, 192, 192)), picture),
@@ -388,6 +426,8 @@ CASES: dict[str, tuple[Shape, Callable[[Models], dict[str, Any]]]] = {
     "wan_cfg": (WAN_14B, wan_cfg),
     "wan_memory": (WAN_14B, wan_memory),
     "wan_shares": (WAN_14B, wan_shares),
+    "derived_flux1": (replace(FLUX1, kwargs={**FLUX1.kwargs, "depth": 4, "depth_single_blocks": 8}), derived),
+    "derived_wan": (replace(WAN_14B, kwargs={**WAN_14B.kwargs, "num_layers": 6}), derived),
 }
 
 

@@ -32,7 +32,15 @@ from devicebridge.planning.cards import Card, cards_of
 from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.question import Question
 from devicebridge.quantization.kernel_choice import device_kernels
-from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
+from devicebridge.quantization.quantize import (
+    FileFormat,
+    Quantizer,
+    QuantizeReport,
+    QuantizeSettings,
+    Stored8,
+    empty_stored,
+)
+from devicebridge.quantization.stored import PACKINGS, ROWS
 from devicebridge.tests.emulated import CARDS
 from devicebridge.training.adapter import LoraHandle, apply_lora
 from devicebridge.training.batches import CachedSamples
@@ -47,6 +55,13 @@ from torch import nn
 FAMILY = find_family("flux2")
 VARIANT = FAMILY.variant("flux2-dev")
 SCHEMES = ("bf16", "fp8", "int8", "fp8-compute", "int8-compute")  # bf16: nothing is quantized
+# As files hold them, "stored": of random numbers, since rounding 16 bits to GGUF's blocks is nobody's task here.
+STORED = {
+    "Q8_0": FileFormat(torch.uint8, 0, False, "Q8_0"),
+    "Q4_K": FileFormat(torch.uint8, 0, False, "Q4_K"),
+    "int8, rotated": FileFormat(torch.int8, 256, True, ROWS),
+    "float8": FileFormat(torch.float8_e4m3fn, 0, False, ROWS),
+}
 TINY_CONFIG = {
     "in_channels": 16,
     "num_layers": 2,
@@ -145,15 +160,21 @@ def draw_model(
     """
     with parameters_on_meta():  # Wan's rotary tables are computed in the constructor
         model = getattr(diffusers, family.transformer_class)(**config)
-    quantizer = None if scheme == "bf16" else Quantizer(family, QuantizeSettings(scheme))  # type: ignore[arg-type]
+    of_file = STORED.get(scheme)
+    settings = None if scheme == "bf16" else QuantizeSettings("stored" if of_file else scheme)  # type: ignore[arg-type]
+    quantizer = None if settings is None else Quantizer(family, settings)
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
     if store is not None:
         store.begin(model, [fqn for fqn, module in model.named_modules() if module._parameters])
     for fqn in [fqn for fqn, _ in model.named_modules()]:  # names: the modules would be held, and their weights
         module = model.get_submodule(fqn)
+        if of_file is not None and isinstance(module, nn.Linear):
+            module.file_format = of_file  # type: ignore[assignment]
         _materialize(fqn, module, device_of(fqn), seeds, fill)
         if quantizer is not None and quantizer.is_wanted(fqn, module):
-            model.set_submodule(fqn, quantizer.finish(fqn, module))
+            is_stored = of_file is not None and isinstance(module, nn.Linear)
+            taken = quantizer.take(fqn, module, _stored_as(module), torch.bfloat16) if is_stored else None
+            model.set_submodule(fqn, taken or quantizer.finish(fqn, module))
         if store is not None and any(parameter is not None for parameter in module._parameters.values()):
             store.finish(fqn)
     for name, buffer in list(model.named_buffers()):
@@ -169,6 +190,20 @@ def _materialize(fqn: str, module: nn.Module, device: torch.device, seeds: Mappi
         data = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
         fill(name, data, make_device_generator(device, seeds[name]))
         module._parameters[leaf] = nn.Parameter(data, requires_grad=False)
+
+
+def _stored_as(module: nn.Linear) -> Stored8:
+    """Random numbers in the place of a linear's weight, as its file_format has them; about as large."""
+    found = empty_stored(module, QuantizeSettings("stored"))
+    device, like = module.weight.device, found.weight
+    bits = torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device)
+    if packed := PACKINGS.get(found.packing):
+        blocks = bits.view(-1, packed.num_bytes)
+        for start in packed.halves:
+            blocks[:, start : start + 2] = torch.tensor([1e-4], dtype=torch.float16).view(torch.uint8).to(device)
+    elif like.dtype is not torch.int8:
+        bits &= 0xBF  # no NaN
+    return replace(found, weight=bits.view(like.dtype), scale=torch.full(found.scale.shape, 3e-4, device=device))
 
 
 def make_device_generator(device: torch.device, seed: int) -> torch.Generator:
