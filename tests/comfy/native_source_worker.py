@@ -123,9 +123,11 @@ def _one_at_a_time() -> str:
 
 
 def _silent() -> list[float]:
-    family = dataclasses.replace(TRAINED["MiniMax H3"], sound=())
-    bench = Bench("MiniMax H3", Path(FOLDER) / "silent", family=family)
-    losses = bench.run("silent", {"train": {"steps": 2}}).losses
+    # In bfloat16 the pruned one blends rows of a float32 buffer by float32 numbers.
+    pruned = {**TRAINED["MiniMax H3"].unet_config, "adaln_curve_grid": 9}
+    family = dataclasses.replace(TRAINED["MiniMax H3"], sound=(), unet_config=pruned)
+    bench = Bench("MiniMax H3", Path(FOLDER) / "silent", family=family, dtype="bfloat16")
+    losses = bench.run("silent", {"model": {"dtype": "bfloat16"}, "train": {"steps": 2}}).losses
     assert bench.info.family.comfy is not None and bench.info.family.comfy.silence is not None
     return [*losses, bench.info.family.comfy.silence(family.latent[1])[-1]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,8 +82,9 @@ class ComfyModel:
         for prefix, module in model.named_modules():  # buffers that the file lacks are computed, as ComfyUI leaves them
             absent = (leaf for leaf in module._buffers if (f"{prefix}.{leaf}" if prefix else leaf) not in names)
             module._non_persistent_buffers_set.update(absent)
+        held = itertools.chain(model.named_parameters(), model.named_buffers())
         model._keep_in_fp32_modules = [  # type: ignore[assignment]
-            name for name, each in model.named_parameters() if each.dtype is torch.float32
+            name for name, each in held if each.dtype is torch.float32
         ]
         for each in model.buffers():  # PixArt makes one as a Parameter, and what is moved to meta then has a history
             each.requires_grad_(False)
