@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 _UNITS = (2, 4, 8, 16)  # cells that a class may want whole
 _NEAR_KEYS = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest value
 _NEAR_KEYS_IN_HALF = 0.05
+_HALVES = (torch.float16, torch.bfloat16)
 # Of layers, whatever holds their weights and casts them.
 _OF_LAYERS = frozenset(("in_features", "out_features", "normalized_shape", "eps", "num_embeddings", "embedding_dim"))
 _OF_LAYERS |= frozenset(("kernel_size", "stride", "padding", "dilation", "groups", "num_groups"))
@@ -147,7 +148,11 @@ class Proof:
     output: Any
     notes: Notes
 
-    def fault(self, cards: Cards, plan: TokenPlan, shares: Sequence[float]) -> tuple[int, str]:
+    def numbers(self) -> list[torch.Tensor]:
+        """What it computed: all keys, and the result."""
+        return [*(keys for keys, *_ in self.notes.keys), *tensors_reached(self.output)]
+
+    def fault(self, cards: Cards, plan: TokenPlan, shares: Sequence[float]) -> tuple[float, str]:
         """How far a forward came by this plan and these shares, and what differs then; "" if nothing does."""
         try:
             outputs, keys = cards.by_rows(plan, self.given, shares)
@@ -157,12 +162,24 @@ class Proof:
             return 0, f"{self.what}: {first_line(error)}"
         whole = self.notes.keys_seen(by_options=plan.passes_options)
         for rank, (output, found) in enumerate(zip(outputs, keys, strict=True)):
+            number: float
             number, fault = _keys_differ(found, whole)
             if not fault and (far := apart(output, self.output)) > 1:
-                number, fault = len(whole) + 1, f"the result differs {far:.3g} times as much as rounding may"
+                number, fault = len(whole) + 1 / far, f"the result differs {far:.3g} times as much as rounding may"
             if fault:
                 return number, f"{self.what}: {fault}, on card {rank + 1}"
         return 0, ""
+
+
+def _in_float32(given: Mapping[str, Any], models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Inputs in float32, and ComfyUI's layers of these models with weights that they cast to what they are given."""
+    for module in (each for model in models for each in model.modules() if hasattr(each, "comfy_cast_weights")):
+        module.__dict__["comfy_cast_weights"] = True
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype in _HALVES else tensor
+
+    return {name: map_tensors(value, widened, FUNCTIONS) for name, value in given.items()}
 
 
 def _keys_differ(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[int, str]:
@@ -212,14 +229,20 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
 
 
 def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
-    """Whole forwards of several sizes, and what they show.
+    """Whole forwards of several sizes, and what they show; in float32 if the class can, as halves hide faults.
+
+    Few rows take other kernels than many, and rounding in halves grows from block to block. The layers of the cards
+    cast their weights from then on.
 
     Raises: RowsError where the class computes none of the sizes, or draws or remembers something.
     """
     inputs, reasons = ShownInputs(given), list[str]()
-    for unit, has_lists in itertools.product(_UNITS, (True, False)):
+    has_halves = any(each.dtype in _HALVES for each in tensors_reached(dict(given)))
+    for is_wide, unit, has_lists in itertools.product((True, False) if has_halves else (False,), _UNITS, (True, False)):
         try:
             small = inputs.small(unit, has_lists=has_lists)
+            if is_wide:
+                small = {what: _in_float32(each, cards.models) for what, each in small.items()}
             proofs = [Proof(what, each, *cards.whole(each)) for what, each in small.items()]
             again, notes = cards.whole(proofs[0].given)
         except (management.InterruptProcessingException, torch.OutOfMemoryError):
@@ -227,6 +250,8 @@ def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
         except Exception as error:  # a class may want whole units, or no lists
             reasons.append(first_line(error))
             continue
+        if is_wide and any(each.dtype in _HALVES for of in proofs for each in of.numbers()):
+            continue  # it computes in halves whatever it is given
         for each in proofs:
             keys = [keys.movedim(-2, 0) for keys, *_ in each.notes.keys if keys.shape[-2] > 1]
             if any(bool((of == of[:1]).all()) for of in (*keys, *map(torch.flatten, tensors_reached(each.output)))):
