@@ -27,13 +27,14 @@ class Packing:
     Args:
         values: of a block, all of one row. num_bytes: of a block.
         halves: where its float16 scales begin.
-        unpack: blocks [B, num_bytes] -> float32 [B, values].
+        unpack: blocks [B, num_bytes], and [B, values] of any type that it writes the weights to. The last operation
+            computes in float32 and rounds to that type: on a card each pass over the weights counts.
     """
 
     values: int
     num_bytes: int
     halves: tuple[int, ...]
-    unpack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor, Tensor], object]
 
     def row_bytes(self, width: int) -> int:
         """Of a row of so many weights, which are whole blocks."""
@@ -48,7 +49,10 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """The low halves of all bytes, then the high ones. [..., n] -> [..., 2 n]"""
-    return torch.cat([packed & 15, packed >> 4], -1)
+    halves = packed.new_empty((*packed.shape[:-1], 2, packed.shape[-1]))
+    torch.bitwise_and(packed, 15, out=halves[..., 0, :])
+    torch.bitwise_right_shift(packed, 4, out=halves[..., 1, :])
+    return halves.flatten(-2)
 
 
 def _bits(packed: Tensor, count: int) -> Tensor:
@@ -61,25 +65,26 @@ def _fifth_bits(packed: Tensor) -> Tensor:
     return _bits(packed, 8).transpose(1, 2).flatten(1) << 4
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
+def _q4_0(blocks: Tensor, out: Tensor) -> None:
+    torch.mul(_half(blocks, 0), _nibbles(blocks[:, 2:]).view(torch.int8) - 8, out=out)
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
+def _q4_1(blocks: Tensor, out: Tensor) -> None:
+    torch.add(_half(blocks, 0) * _nibbles(blocks[:, 4:]), _half(blocks, 2), out=out)
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])).float() - 16)
+def _q5_0(blocks: Tensor, out: Tensor) -> None:
+    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    torch.mul(_half(blocks, 0), numbers.view(torch.int8) - 16, out=out)
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
+def _q5_1(blocks: Tensor, out: Tensor) -> None:
     numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _half(blocks, 0) * numbers.float() + _half(blocks, 2)
+    torch.add(_half(blocks, 0) * numbers, _half(blocks, 2), out=out)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
+def _q8_0(blocks: Tensor, out: Tensor) -> None:
+    torch.mul(_half(blocks, 0), blocks[:, 2:].view(torch.int8), out=out)
 
 
 def _sixes(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,24 +100,24 @@ def _parts_of_32(packed: Tensor) -> Tensor:
     return _nibbles(packed.unflatten(1, (4, 32))).reshape(-1, 8, 32)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(blocks: Tensor, out: Tensor) -> None:
     scales, minima = _sixes(blocks)
-    return (scales * _parts_of_32(blocks[:, 16:]).float() - minima).flatten(1)
+    torch.sub(scales * _parts_of_32(blocks[:, 16:]), minima, out=out.view(-1, 8, 32))
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor, out: Tensor) -> None:
     scales, minima = _sixes(blocks)
     numbers = _parts_of_32(blocks[:, 48:]) | (_bits(blocks[:, 16:48], 8) << 4)
-    return (scales * numbers.float() - minima).flatten(1)
+    torch.sub(scales * numbers, minima, out=out.view(-1, 8, 32))
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor, out: Tensor) -> None:
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))  # [B, 2, 128]
     pairs = blocks[:, 128:192].unflatten(1, (2, 32))
     high = torch.cat([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], 2)  # [B, 2, 128]
-    numbers = (low | (high << 4)).float() - 32
-    scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return (scales[..., None] * numbers.reshape(-1, 16, 16)).flatten(1)
+    numbers = (low | (high << 4)).view(torch.int8) - 32
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    torch.mul(scales[..., None], numbers.reshape(-1, 16, 16), out=out.view(-1, 16, 16))
 
 
 # By GGUF's names. What is not here is refused by checkpoints/gguf_header.py.
@@ -161,14 +166,14 @@ def restore(values: Tensor, scale: Tensor | None, rotation: Tensor | None, packi
     height = max(1, _PIECE // max(1, width))
     for start in range(0, rows, height):
         own = slice(start, start + height)
+        out = result[own] if rotation is None else torch.empty_like(result[own], dtype=torch.float32)
         if packed is not None:
-            piece = packed.unpack(values[own].reshape(-1, packed.num_bytes)).reshape(-1, width)
-        else:
-            piece = values[own].float()
-            piece = piece if scale is None else piece * scale[own]
+            packed.unpack(values[own].reshape(-1, packed.num_bytes), out.view(-1, packed.values))
+        else:  # float8, which multiplies with nothing else, is exact in bfloat16
+            piece = values[own] if values.dtype is torch.int8 else values[own].bfloat16()
+            torch.mul(piece, 1 if scale is None else scale[own], out=out)
         if rotation is not None:
-            piece = (piece.reshape(-1, rotation.shape[0]) @ rotation.to(piece.dtype).t()).reshape(piece.shape)
-        result[own] = piece
+            result[own] = (out.view(-1, rotation.shape[0]) @ rotation.to(out.dtype).t()).view(out.shape)
     return result
 
 
