@@ -162,7 +162,7 @@ def linear8(
         packing: as the weight is stored (stored.py), to be multiplied in x's type; "" for products in 8 bits.
     Returns: [M, N] in x's dtype.
     """
-    height = max(1, _PIECE // x.shape[1])
+    height = _whole_multiple(_PIECE // x.shape[1])
     slices = [slice(start, start + height) for start in range(0, weight.shape[0], height)]
     if packing:
         return _with_bias([F.linear(x, restore(weight[s], scale[s], rotation, packing, x.dtype)) for s in slices], bias)
@@ -172,6 +172,12 @@ def linear8(
         return _with_bias([F.linear(x, restore(weight[s], scale[s], None, ROWS, x.dtype)) for s in slices], bias)
     a, a_scale = _quantize(x, weight.dtype, choice, rotation=rotation)
     return _product(a, a_scale, weight.t(), scale, bias, x.dtype, choice)
+
+
+def _whole_multiple(length: int) -> int:
+    """Of a piece's rows or columns, which are the result's columns: where these begin at other places than multiples of
+    16 bytes, CUDA's products take several times as long."""
+    return max(_MULTIPLE, length // _MULTIPLE * _MULTIPLE)
 
 
 def _with_bias(pieces: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -187,7 +193,7 @@ def grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | 
     Returns: [M, K] in grad's dtype.
     """
     # By slices of weight's columns: each gives columns of the result, so no sum is split and rounded between.
-    width = max(1, _PIECE // weight.shape[0])
+    width = _whole_multiple(_PIECE // weight.shape[0])
     if packing:
         block = _WIDEST_BLOCK if rotation is None else max(_WIDEST_BLOCK, rotation.shape[0])
         width, end = max(1, width // block) * block, num_inputs(weight, packing)
