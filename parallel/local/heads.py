@@ -140,15 +140,21 @@ class Gathered:
         name = f"keys and values of {name}, one of {self.num}"
         # A tensor's groups of heads, each contiguous, by one copy at most.
         dim = 0 if self._heads is None else self._heads.dim
-        parts = (each.unflatten(dim, (self.num, -1)).movedim(dim, 0).contiguous().unbind(0) for each in sent)
-        for message in zip(*parts, strict=True):
+
+        def groups_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+            if self.num == 1:  # each call of torch takes the host some microseconds, twice a block
+                return (tensor.contiguous(),)
+            return tensor.unflatten(dim, (self.num, -1)).movedim(dim, 0).contiguous().unbind(0)
+
+        for message in zip(*map(groups_of, sent), strict=True):
             rows.group.post(rows.rank, name, message, as_one=len(message) > 2)
         self._arriving = self._take(rows, name, of_keys, of_values)
 
     def _take(self, rows: RankRows, name: str, of_keys: Place, of_values: Place) -> Iterator[Pair]:
         """All rows of the groups, one after the other; this rank's are exact."""
         dim = 0 if self._heads is None else self._heads.dim
-        for own in zip(*(each.chunk(self.num, dim) for each in self._own), strict=True):
+        owns = [self._own] if self.num == 1 else zip(*(each.chunk(self.num, dim) for each in self._own), strict=True)
+        for own in owns:
             pairs = []
             for found in rows.group.take(rows.rank, name, own):
                 if len(found) > 2:

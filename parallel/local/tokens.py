@@ -74,6 +74,8 @@ class Rows:
     def __init__(self, rank: int, plan: TokenPlan, shares: Sequence[float], group: Collective) -> None:
         self.rank, self.plan, self.group = rank, plan, group
         self._shares = tuple(shares)
+        self._aligned = dict(each.partition(":")[::2] for each in plan.aligned.split())
+        self._checked: dict[str, int] = {}  # lengths that have been found to divide
         self.lengths: dict[str, int] = {}  # of every segment, on one card
         # The lengths of a block's calls by its list and name; autograd computes the last one again first.
         self.passes: defaultdict[tuple[str, str], list[dict[str, int]]] = defaultdict(list)
@@ -91,19 +93,15 @@ class Rows:
         length = self.lengths[segment]
         if segment in self.plan.whole:
             return 0, length
-        step, named = 1, dict(each.partition(":")[::2] for each in self.plan.aligned.split())
-        if segment in named:
-            first, per_group = next(iter(named.items()))
+        step = 1
+        if segment in self._aligned:
+            first, per_group = next(iter(self._aligned.items()))
             groups = self.lengths.get(first, 1) // int(per_group or 1)
             if groups > 1 and length != 1:
                 if length % groups:
                     raise OneDeviceError(f"{length} rows of {segment} are no whole groups of {groups}")
                 step = length // groups  # rows that stay on one rank
-        total, rank = sum(self._shares), self.rank if rank is None else rank
-        number, size = length // step, len(self._shares)
-        ends = [round(number * each / total) for each in itertools.accumulate(self._shares, initial=0)]
-        for at in range(1, size if number >= size else 0):  # one each, at least
-            ends[at] = min(max(ends[at], ends[at - 1] + 1), number - size + at)
+        ends, rank = _ends(length // step, self._shares), self.rank if rank is None else rank
         return ends[rank] * step, (ends[rank + 1] - ends[rank]) * step
 
     def local(self, axis: str) -> int:
@@ -127,10 +125,13 @@ class Rows:
 
     def check_counts(self) -> None:
         """Raises: OneDeviceError if a rank has no row of an axis, or if an axis has one row: that is never cut."""
+        if self._checked == self.lengths:  # as for the block before
+            return
         for segment, length in self.lengths.items():
             counts = [self.share(segment, rank)[1] for rank in range(self.group.size)]
             if length and segment not in self.plan.whole and (length == 1 or not all(counts)):
                 raise OneDeviceError(f"{length} rows of {segment} for {self.group.size} devices")
+        self._checked = dict(self.lengths)
 
     # ---- cutting
 
@@ -225,6 +226,16 @@ class Rows:
         names = segments(place.axis)
         counts = tuple(tuple(self.share(each, rank)[1] for rank in range(self.group.size)) for each in names)
         return Layout(self.rank, place.dim, counts, tuple(each in (*own, *self.plan.whole) for each in names))
+
+
+@functools.cache
+def _ends(number: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Where each rank's part of so many rows or groups begins, and where the last one ends."""
+    total, size = sum(shares), len(shares)
+    ends = [round(number * each / total) for each in itertools.accumulate(shares, initial=0)]
+    for at in range(1, size if number >= size else 0):  # one each, at least
+        ends[at] = min(max(ends[at], ends[at - 1] + 1), number - size + at)
+    return tuple(ends)
 
 
 class TokenParallel:
