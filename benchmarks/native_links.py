@@ -18,7 +18,7 @@ the choice of auto, in how many groups tokens would send, and how much longer th
 Cases, and about how many seconds they take on two H100 with --steps 3 --rounds 1 (ComfyUI's start takes 25 more):
   wan         80  Wan 14B, 832 x 480, 33 frames, without CFG: every way over every link
   flux1       35  FLUX.1-dev at 1536 x 1536
-  qwen         ?  Qwen-Image at 1536 x 1536: nobody has run it on cards
+  qwen        50  Qwen-Image at 1536 x 1536
   flux2       30  FLUX.2-dev at 1024 x 1024, half of its blocks: tensor with partial sums in 8 bits
   wan_cfg     60  Wan with CFG 5: tokens gives each card whole conditionings; in tokens_together both compute each
   wan_memory  12  one step of 81 frames: the peak of each card above its weights, tokens over one card

@@ -25,6 +25,7 @@ from devicebridge.quantization.stored import ROWS, make_convrot
 from devicebridge.tests.gguf_files import KINDS, meaning, random_blocks
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.nn import functional as F
 
 N, K = 48, 512
 FORMATS = (*KINDS, "float8_e4m3fn", "float8_e5m2", "int8", "int8 convrot", "int8 rotated")
@@ -113,6 +114,21 @@ def test_forward_and_gradients_are_those_of_the_plain_weight(form: str, monkeypa
     for name, each in expected.items():
         assert each.grad.abs().max() > 0
         assert torch.allclose(trained[name].grad, each.grad, rtol=1e-4, atol=1e-5 * float(each.grad.abs().max())), name
+
+
+def test_products_of_pieces_begin_where_cards_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At multiples of 16 columns; CUDA's products are several times as slow at others."""
+    monkeypatch.setattr(eight_bit, "_PIECE", 256 * 37)
+    linear, widths = F.linear, list[int]()
+
+    def noted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        widths.append(weight.shape[0])
+        return linear(x, weight)
+
+    monkeypatch.setattr(F, "linear", noted)
+    x, weight, scale = torch.randn(3, 256), torch.ones(100, 256, dtype=torch.int8), torch.ones(100, 1)
+    assert torch.equal(eight_bit.linear8(x, weight, scale, None, None, ROWS), linear(x, weight.float()))
+    assert widths == [32, 32, 32, 4]
 
 
 @pytest.mark.parametrize("form", ["Q4_K", "int8 convrot"])
