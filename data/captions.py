@@ -223,9 +223,14 @@ _KEPT = "|||"  # what stands before the first, and behind a second, keeps its pl
 
 
 def make_captions(texts: Sequence[str], config: DataConfig, folder: FolderConfig) -> tuple[str, ...]:
-    """What an image or clip is trained with, one of these each time; each given text makes equally many of them."""
+    """What an image or clip is trained with, one of these each time; each given text makes equally many of them.
+
+    Raises: ValueError for more lines than an image may have captions.
+    """
     if config.caption_lines:
         texts = [line for text in texts for line in map(str.strip, text.splitlines()) if line] or [""]
+        if len(texts) > _MOST_TEXTS:
+            raise ValueError(f"has {len(texts)} captions, one a line, and up to {_MOST_TEXTS} are taken; remove some")
     varied = texts
     if config.shuffle_tags or config.tag_dropout:
         varied = [vary_tags(text, config, draw) for text in texts for draw in range(config.tag_variants)]
@@ -239,6 +244,7 @@ def vary_tags(text: str, config: DataConfig, draw: int) -> str:
         parts = [parts[0][: config.keep_tags], parts[0][config.keep_tags :]]
     head, tags, tail = [*parts, []][:3]
     numbers: Sequence[int] = range(len(tags))
+    text = hashlib.sha256(text.encode()).hexdigest()  # of a long one each tag would take as long
     if config.shuffle_tags:
         numbers = sorted(numbers, key=lambda tag: uniform(f"order {draw} {tag} {text}"))
     kept = [tags[tag] for tag in numbers if uniform(f"drop {draw} {tag} {text}") >= config.tag_dropout]

@@ -133,7 +133,10 @@ def scan_folders(
         )
     samples = []
     for (folder, _), picture in zip(found, pictures, strict=True):
-        captions = make_captions(picture.captions or ("",), config, folder)
+        try:
+            captions = make_captions(picture.captions or ("",), config, folder)
+        except ValueError as error:
+            raise ValueError(f"{picture.path}: {error}") from error
         for each in folder.resolutions or config.resolutions:
             samples += picture.samples(buckets[each], captions, folder.loss_weight, config.condition) * folder.repeats
     for names, message in _doubts(pictures, samples, plan, tables):

@@ -261,7 +261,7 @@ def _changed(job: JobConfig, identity: dict[str, Any], own: TrainingState) -> Tr
     if redrawn := next((key for key in lines if key in _DECIDE_ORDER), ""):
         lines[redrawn] += f"; the order of pictures is drawn anew from step {own.step + 1} on"
         facts["order"] = {"epoch": own.facts["order"]["epoch"] + 1, "index": 0}
-    if any(key.partition(".")[0] == "evaluation" for key in lines):
+    if any(key.partition(".")[0] in ("evaluation", "objective", "model") for key in lines):
         facts["evaluations"] = {}
     facts |= {"config": job_to_dict(job), **identity, **_NOWHERE, "what": list(lines.values())}
     facts["keeps_optimizer"] = not lines.keys() & _DECIDE_STATE

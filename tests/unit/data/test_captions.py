@@ -304,6 +304,17 @@ def test_lines_are_captions_where_that_is_asked(is_split: bool) -> None:
     assert found == (("one", "two", "three") if is_split else ("one\n\n  two \r\nthree", ""))
 
 
+def test_long_captions_of_others_keep_nobody_waiting(tmp_path: Path, monkeypatch) -> None:
+    _save(tmp_path / "1.png")
+    (tmp_path / "1.txt").write_text("a\n" * 101)
+    with pytest.raises(ValueError, match=r"1\.png.* 101 .* 100 "):
+        _scan(tmp_path, caption_lines=True)
+    hashed: list[str] = []
+    monkeypatch.setattr(captions, "uniform", lambda text: float(len(hashed.append(text) or "")))
+    vary_tags("a," * 500, DataConfig((FolderConfig("-"),), shuffle_tags=True, tag_dropout=0.1), 0)
+    assert len(hashed) == 1000 and max(map(len, hashed)) < 100
+
+
 # ---- sub-folders
 
 

@@ -193,8 +193,9 @@ def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun):
     assert not (_newest(begun) / "continued.json").exists()
 
 
-def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(begun, monkeypatch):
-    settings = {"optimizer": {"name": "adafactor"}, "train": {"ema_decay": 0.9}, "evaluation": {"quantiles": [0.5]}}
+@pytest.mark.parametrize("levels", [{"evaluation": {"quantiles": [0.5]}}, {"objective": {"highest_noise": 0.9}}])
+def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(begun, monkeypatch, levels):
+    settings = {"optimizer": {"name": "adafactor"}, "train": {"ema_decay": 0.9}, **levels}
     job, made, make = _changed(begun, **settings), [], build.Trainer
     monkeypatch.setattr(build, "Trainer", lambda **values: made.append(make(**values)) or made[-1])
     found = run_job(job, resume="continue", should_stop=lambda: len(made) > 0)
