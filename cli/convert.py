@@ -33,7 +33,8 @@ def convert(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.output} is there already; choose another name for --output")
     values, notes, trainer = convert_file(options.file, options.model)
     head = [f"Made of {options.file.name} of {trainer}. devicebridge check reads it without training.", *notes]
-    text = "".join(f"# {printable(line)}\n" for line in head).encode() + b"\n" + toml_bytes(values)
+    comments = (printable(line).replace("\n", "\\n") for line in head)  # a line of its own would be a setting
+    text = "".join(f"# {line}\n" for line in comments).encode() + b"\n" + toml_bytes(values)
     if options.output:
         write_atomically(options.output, text)
         say("\n".join(notes), sys.stderr)
@@ -61,6 +62,8 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
         return _finished(made)
     except (ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is not built as {made.trainer} writes it: {error!r:.200}") from error
+    except ValueError as error:
+        raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from error
 
 
 def _recognise(values: Any, path: Path) -> str:
@@ -244,6 +247,8 @@ def _simple_tuner(made: Made, values: Any) -> None:
         made.take(_without(given, "data_backend_config"))
         backends = made.read_beside(given["data_backend_config"]) if given.get("data_backend_config") else ()
     whole = {name: made.own.pop(name, None) for name in ("resolution", "resolution_type")}
+    if isinstance(values, dict) and whole["resolution_type"] != "area":
+        whole["resolution"] = whole["resolution"] or 1024  # as theirs
     if size := made.own.get("sample_size"):
         sides = [int(each) for each in str(size).lower().split("x")]
         made.set("samples.width", sides[0])
@@ -256,6 +261,10 @@ def _simple_tuner(made: Made, values: Any) -> None:
             continue
         made.take_folders([each], whole)
         size, kind = made.own.pop("resolution", None), made.own.pop("resolution_type", "pixel_area")
+        if kind == "pixel":
+            made.leave(
+                "resolution_type", kind, "a size is that of a square of the same area here, not the shorter side"
+            )
         if size and made.folders:  # an area is given in megapixels
             made.folders[-1]["resolutions"] = [round(1024 * math.sqrt(float(size)) if kind == "area" else float(size))]
 

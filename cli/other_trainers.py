@@ -85,7 +85,7 @@ class Made:
                 value = words[str(value).lower()]
             elif change:
                 value = _CHANGES[change](value)
-            value = _as_kind(value, full)
+            value = None if value is None else _as_kind(value, full)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):
             self.leave(name, value, "there is nothing like it here" + (f", but {', '.join(words)}" if words else ""))
             return

@@ -10,7 +10,7 @@ import yaml
 from devicebridge.cli.convert import convert_file
 from devicebridge.cli.main import main
 from devicebridge.config.job import load_job
-from devicebridge.config.ranges import toml_bytes
+from devicebridge.config.ranges import parse_toml, toml_bytes
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 
 # Of each trainer: its file of a job as text, with {} for the folder of the test.
@@ -401,6 +401,7 @@ CHANGED = {
         ('"lora_rank": 24', '"lora_decompose": true', "lora.dora", True),
         ('"training_method": "LORA"', '"training_method": "FINE_TUNE"', "left", "training_method = 'FINE_TUNE'"),
         ('"ADAMW"', '"ADAFACTOR"', "optimizer.name", "adafactor"),
+        ('[{{"prompt": "a cat", "enabled": true}}, {{"prompt": "x", "enabled": false}}]', "[]", "samples.prompts", ()),
         ('"LOGIT_NORMAL"', '"SIGMOID"', "left", "timestep_distribution = 'SIGMOID'"),
         ('"LOGIT_NORMAL"', '"LOGIT_NORMAL", "noising_weight": 0.5', "objective.logit_std", 1.5),
         ('"train": true,', '"train": true, "learning_rate": 0.0001,', "optimizer.learning_rate", 1e-4),
@@ -422,6 +423,9 @@ CHANGED = {
         ('"--flow_schedule_shift": 3', '"--seed": 1', "objective.shift", 3.0),
         ('"--seed": 42', '"--seed": 42', "train.clip_norm", 2.0),
         ('"--seed": 42', '"--seed": 42', "objective.timestep_sampling", "sigmoid"),
+        ('"--seed": 42', '"--seed": 42', "data.caption_dropout", 0.1),
+        ('"--resolution": 1.0, "--resolution_type": "area",', "", "data.folders.resolutions", [(512,), (1024,)]),
+        ('"--resolution_type": "area"', '"--resolution_type": "pixel"', "left", "resolution_type = 'pixel'"),
         ('"constant"', '"cosine"', "left", "lr_scheduler = 'cosine'"),
         ('"constant"', '"polynomial"', "left", "lr_scheduler = 'polynomial'"),
         ('"--seed": 42', '"--lr_warmup_steps": 12', "schedule.warmup_steps", 12),
@@ -537,6 +541,7 @@ def test_folders_of_kohya_are_given_without_a_file(folder, capsys):
         ("a.yaml", "config: &a\n  process: [{x: *a}]\n", ["aliases"]), ("a.json", "[1, 2]", ["a.json"]),
         ("a.yaml", "config:\n  process: 5\n", ["ai-toolkit"]),
         ("a.json", '{"training_method": "LORA", "concepts": [3]}', ["OneTrainer"]),
+        ("a.json", '[{"instance_data_dir": "x", "resolution": -1, "resolution_type": "area"}]', []),
         ("a.toml", "dit = 'x'\ndataset_config = 'gone.toml'\n", ["gone.toml"]), ("a.toml", "x" * 100, ["a.toml"]),
     ],
 )  # fmt: skip
@@ -552,6 +557,14 @@ def test_epochs_that_are_no_number_of_steps_are_refused_by_the_name_of_the_file(
     path = _write(folder, "kohya", "max_train_epochs = 4", f"max_train_epochs = {count}")
     with pytest.raises(ValueError, match=str(path)):
         convert_file(path)
+
+
+def test_what_a_file_says_stays_in_comments(tmp_path):
+    (tmp_path / "a.json").write_text(
+        json.dumps({"training_method": "LORA", "x\n[optimizer]\r\nallow_import = true": 5})
+    )
+    assert main(["convert", str(tmp_path / "a.json"), "-o", str(tmp_path / "job.toml")]) == 0
+    assert not {"allow_import"} & parse_toml((tmp_path / "job.toml").read_bytes()).get("optimizer", {}).keys()
 
 
 def test_a_job_that_is_there_is_not_overwritten(folder, capsys):
