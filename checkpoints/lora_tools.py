@@ -91,7 +91,7 @@ class LoraFile:
         yield own[A], self.cast(down, own[A], dtype)
         yield own[B], self.cast(up, own[B], dtype)
         if ALPHA in own:
-            yield own[ALPHA], alpha.reshape(())
+            yield own[ALPHA], _finite(alpha.reshape(()), torch.float32, f"{own[ALPHA]} of {self.path}")
 
 
 def _finite(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
@@ -193,10 +193,11 @@ def combine(
             raise ValueError(f"{file.path} times {weight:g} is no LoRA; give another number")
         if (rank or share < 1) and len({p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)}) > 1:
             raise ValueError(f"{file.path} has layers twice, for both loaders; convert it to original before it is cut")
-        if sizes and not sizes.keys() & file.names.keys():
+        ours, theirs = ([n for n in names if not is_text_layer(n)] or list(names) for names in (file.names, sizes))
+        if theirs and not {*ours} & {*theirs}:
             raise ValueError(
-                f"{file.path} has no layer of {files[0][0].path}: one begins with {next(iter(file.names))}, the other "
-                f"with {next(iter(sizes))}; give LoRAs of one model and layout, as devicebridge lora convert makes them"
+                f"{file.path} has no layer of {files[0][0].path}: one begins with {ours[0]}, the other with "
+                f"{theirs[0]}; give LoRAs of one model and layout, as devicebridge lora convert makes them"
             )
         for layer in file.names:
             size = layer_size(file.parts(layer))
@@ -446,7 +447,8 @@ def convert(file: LoraFile, layout: FileLayout, family: str = "", dtype: torch.d
     if len(models) != 1 or not (family or models[0].variants):
         known = ", ".join(each.title for each in FAMILIES.values())
         may_be = f"may be of {' or '.join(each.family.title for each in models)}; name it with --family"
-        other = f'has {layers[0]}, which is of none of {known}; of other models "original" becomes "kohya" alone'
+        odd = next(iter(layers or file.names))
+        other = f'has {odd}, which is of none of {known}; of other models "original" becomes "kohya" alone'
         raise ValueError(f"{file.path} {may_be if models else other}")
     (model,) = models
     _refuse_kinds(file, f"converted to {layout} from these names")

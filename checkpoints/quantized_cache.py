@@ -81,7 +81,7 @@ def _name_and_key(info: CheckpointInfo, settings: QuantizeSettings, dtype: torch
     fingerprints = {file: file_fingerprint(file) for file in info.files}
     key = settings_fingerprint(
         {
-            "version": _VERSION,
+            "version": _VERSION + (not settings.is_compute),  # torchao rounded fp8 and int8 in the first
             "tensors": {name: _described(record, fingerprints) for name, record in info.tensors.items()},
             "family": info.family.name,
             "config": info.config,

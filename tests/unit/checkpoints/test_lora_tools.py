@@ -215,10 +215,13 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
         "tucker": {**_kernels(X, 1), f"{X}.lora_mid.weight": torch.ones(RANK, RANK, 3, 3)},
         "half": {f"{X}.lora_A.weight": torch.ones(2, 2)}, "nan": {**_layer(X, 1), f"{X}.alpha": torch.tensor(math.nan)},
         "other": _layer("diffusion_model.elsewhere", 1), "wide": _layer(X, 1, rows=13),
+        "text": _layer("lora_te_text", 1),
         "huge": {name: each * (1e4 if "lora_" in name else 1) for name, each in _layer(X, 1, alpha=1e4).items()},
     }  # fmt: skip
     files = {name: _file(tmp_path / f"{name}.safetensors", tensors) for name, tensors in kinds.items()}
     twice = _layer("transformer.proj_out", 1) | _layer("lora_unet_final_layer_linear", 1)
+    texts = [_layer("lora_te_text", 1) | _layer(x, 1) for x in (X, f"lora_unet_{X[16:].replace('.', '_')}")]
+    named = [_file(tmp_path / f"named_{index}.safetensors", each) for index, each in enumerate(texts)]
     files["twice"] = _file(tmp_path / "twice.safetensors", twice)
     tuned, base, _ = _models(tmp_path, (torch.float32, torch.float32))
     eight = {n: each.to(torch.float8_e4m3fn) if each.ndim > 1 else each for n, each in load_file(base).items()}
@@ -232,6 +235,9 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
             for k in ("loha", "tucker", "half", "nan", "dora")
         },
         "other layers": (["merge", good, files["other"], *out], (str(good), str(files["other"]))),
+        "text alone in common": (["merge", *named, *out], (*map(str, named), X, "lora_unet_blocks_0_ffn_0")),
+        "infinite alpha": (["scale", good, "--by", 1e39, *out], (str(good), f"{X}.alpha")),
+        "text alone": (["convert", files["text"], "--to", "both", *out], (str(files["text"]), "lora_te_text")),
         "not finite": (
             ["resize", files["huge"], "--rank", 1, "--dtype", "float16", *out],
             (str(files["huge"]), "float16"),

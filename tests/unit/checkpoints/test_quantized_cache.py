@@ -140,6 +140,16 @@ def test_another_model_scheme_rotation_dtype_or_pattern_misses(tmp_path: Path) -
     assert open_cached(folder, dataclasses.replace(info, tensors=swapped), INT8, BF16) is None
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute"])
+def test_what_torchao_has_rounded_is_rounded_again(scheme: Any, tmp_path: Path) -> None:
+    info, settings, own = _checkpoint(tmp_path), QuantizeSettings(scheme), quantized_cache.settings_fingerprint
+    with pytest.MonkeyPatch.context() as patched:  # as entries were while torchao rounded fp8 and int8
+        patched.setattr(quantized_cache, "settings_fingerprint", lambda values: own({**values, "version": 1}))
+        _load(tmp_path / "cache", info, settings)
+    found = open_cached(tmp_path / "cache", info, settings, BF16)
+    assert (found is None) == (scheme in ("fp8", "int8"))
+
+
 def test_a_moved_checkpoint_and_a_rotation_that_does_nothing_hit(tmp_path: Path) -> None:
     folder, fp8 = tmp_path / "cache", QuantizeSettings("fp8-compute", rotation=64)
     info = _checkpoint(tmp_path)
