@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.job import DataConfig, FolderConfig
-from ..system.files import Looked, expect, parse_json, read_ordinary
+from ..system.files import MAX_ENTRIES, Looked, expect, parse_json, read_ordinary
 
 TEXT_FILES = (".txt", ".caption")  # the first counts
 _MOST_CAPTION_BYTES = 1_000_000
@@ -148,12 +148,17 @@ def _place(path: Path | str) -> str:
 
 def _entries(file: Path, names: Mapping[str, object]) -> Iterator[_Entry]:
     text = _read_text(file, _MOST_TABLE_BYTES, "captions")
+    too_many = f"{file}: has more entries than the {MAX_ENTRIES} files that a dataset may have; {_REMEDY}"
     if file.suffix.lower() == ".jsonl":
         for number, line in enumerate(text.split("\n"), start=1):
+            if number > MAX_ENTRIES and line:
+                raise ValueError(too_many)
             if line.strip():
                 yield _named(file, parse_json(line, f"{file}, line {number}", _REMEDY), number)
         return
     values = parse_json(text, str(file), _REMEDY)
+    if isinstance(values, (list, dict)) and len(values) > MAX_ENTRIES:
+        raise ValueError(too_many)
     if isinstance(values, list):
         yield from (_named(file, value, text=text) for value in values)
     elif isinstance(values, dict) and _place(file.with_suffix("")) in names and {*_TEXT_KEYS, "tags"} & values.keys():

@@ -304,6 +304,18 @@ def test_lines_are_captions_where_that_is_asked(is_split: bool) -> None:
     assert found == (("one", "two", "three") if is_split else ("one\n\n  two \r\nthree", ""))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("m.json", "[0, 0, 0]"), ("m.json", '{"a":0,"b":0,"c":0}'), ("m.jsonl", "0\n0\n0\n")]
+)
+def test_a_file_of_more_entries_than_a_dataset_has_files_is_refused(tmp_path: Path, monkeypatch, name, text) -> None:
+    _save(tmp_path / "1.png")
+    (tmp_path / name).write_text(text)
+    assert len(_scan(tmp_path)) == 1
+    monkeypatch.setattr(captions, "MAX_ENTRIES", 2)
+    with pytest.raises(ValueError, match=f"{name}.* 2 files"):
+        _scan(tmp_path)
+
+
 def test_long_captions_of_others_keep_nobody_waiting(tmp_path: Path, monkeypatch) -> None:
     _save(tmp_path / "1.png")
     (tmp_path / "1.txt").write_text("a\n" * 101)
