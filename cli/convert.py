@@ -362,7 +362,16 @@ def _draw_noise(made: Made) -> None:
     """Noise levels as their trainer draws them: where a job of ours says nothing its model's family decides."""
     given, of = made.given, made.trainer
     if of == "kohya":
-        of = "musubi" if "dit" in given else str(made.own.get("network")).rpartition(".")[2]
+        of = "musubi" if "dit" in given else str(made.own.get("network", "lora")).rpartition(".")[2]
+        if of in ("lora", "kohya"):  # of Stable Diffusion, or of what kohya_ss says beside it
+            kind = str(given.get("LoRA_type")).lower()
+            of = "lora_flux" if kind == "flux1" or given.get("flux1_checkbox") or given.get("ae") else kind
+            levels = made.values.pop("objective", {}) if of not in ("lora_flux", "sd3") else {}
+            for key, value in levels.items():
+                if key in ("loss_weighting", "min_snr_gamma", "lowest_noise", "highest_noise"):
+                    made.set(f"objective.{key}", value)
+                else:
+                    made.leave(made.origins[f"objective.{key}"].partition(",")[0], value, "it is of flow models there")
     name, value, shift = tables()["noise"].get(of, ("", "", 0.0))
     is_flow = {
         "ai-toolkit": given.get("train.noise_scheduler") == "flowmatch" or name in given,
