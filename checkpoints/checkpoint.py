@@ -24,7 +24,8 @@ from typing import Any, Literal
 from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
-from .header import FileHeader, TensorRecord, read_model_header
+from .gguf_header import read_model_header
+from .header import FileHeader, TensorRecord
 from .model_class import (
     described,
     differences,

@@ -13,17 +13,24 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import IO, Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any
 
 from ..quantization.stored import PACKINGS
+from .header import (
+    AGAIN,
+    LARGEST_HEADER_BYTES,
+    MOST_TENSORS,
+    FileHeader,
+    TensorEntry,
+    read_file_header,
+    refuse_no_file,
+)
 
 MAGIC = b"GGUF"
 GGUF_ENDING = ".gguf"
 _VERSIONS = (2, 3)
-_LARGEST_HEADER_BYTES = 100_000_000  # as of safetensors; tokenizers of language models take 10 MB
-_MOST_TENSORS = 50_000
 _MOST_SETTINGS = 10_000
 _LONGEST_TEXT = 2**20
 _MOST_SIDES = 4
@@ -42,30 +49,12 @@ _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I16": 2, "I32
 WHAT_IS_READ = f"{', '.join(PACKINGS)}, F16, BF16 and F32 are read"
 
 
-class GgufTensor(NamedTuple):
-    """One tensor: GGML's name of its type, its sides as the model has them, and its bytes from the weights' start."""
-
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class GgufHeader:
-    """tensors: by name. texts: settings that are text. num_bytes: what stands before the weights."""
-
-    tensors: Mapping[str, GgufTensor]
-    texts: Mapping[str, str]
-    num_bytes: int
-
-
 class _Cursor:
     """Reads an open file from here on, and never past its end or the largest header."""
 
     def __init__(self, stream: IO[bytes], size: int) -> None:
         self._stream, self.place = stream, 0
-        self._end = min(size, _LARGEST_HEADER_BYTES)
+        self._end = min(size, LARGEST_HEADER_BYTES)
 
     def take(self, count: int) -> bytes:
         self.place += count
@@ -107,13 +96,23 @@ class _Cursor:
         return [self.number(_NUMBERS[inner]) for _ in range(count)]
 
 
-def read_gguf_header(stream: IO[bytes], remedy: str) -> GgufHeader:
-    """The header of an open GGUF file, from its start.
+def read_model_header(file: Path) -> FileHeader:
+    """As read_header, and of a GGUF file by its first bytes. Raises: as read_open_header."""
+    refuse_no_file(file)
+    with open(file, "rb") as stream:
+        return read_open_header(stream)
 
-    Raises: ValueError naming the file if it is damaged, cut short, one of several, or has a type that is not read.
+
+def read_open_header(stream: IO[bytes]) -> FileHeader:
+    """The header of an open file of a model, from its start; texts among a GGUF file's settings are its metadata.
+
+    Raises: as read_file_header; of a GGUF file also where it is one of several, or has a type that is not read.
     """
-    file, size = str(stream.name), os.path.getsize(stream.name)
+    file, size = Path(stream.name), os.path.getsize(stream.name)
+    is_gguf = stream.read(len(MAGIC)) == MAGIC or file.suffix == GGUF_ENDING
     stream.seek(0)
+    if not is_gguf:
+        return read_file_header(stream)
     cursor = _Cursor(stream, size)
     try:
         settings, tensors = _read(cursor)
@@ -124,27 +123,28 @@ def read_gguf_header(stream: IO[bytes], remedy: str) -> GgufHeader:
         _refuse_gaps(tensors, size - start, alignment)
     except (ValueError, KeyError, struct.error, OverflowError, TypeError) as error:
         said = f"it has a setting of type {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{file} ({size} bytes) is no whole GGUF file: {said}; {remedy}") from error
+        raise ValueError(f"{file} ({size} bytes) is no whole GGUF file: {said}; {AGAIN}") from error
     if (count := settings.get("split.count", 1)) not in (0, 1):
         raise ValueError(f"{file} is one of {count} files of a model, which are not read; join them with gguf-split")
-    others = {name: each.kind for name, each in tensors.items() if each.kind not in (*PACKINGS, *_PLAIN_BYTES)}
+    others = {name: each.dtype for name, each in tensors.items() if each.dtype not in (*PACKINGS, *_PLAIN_BYTES)}
     for name, kind in others.items():
         raise ValueError(
             f"{file} holds {len(others)} tensors of types that are not read, such as {name} in {kind}; of GGUF "
             f"{WHAT_IS_READ}, so take a file in Q4_K or more"
         )
     texts = {name: each for name, each in settings.items() if isinstance(each, str)}
-    return GgufHeader(tensors, texts, start)
+    stream.seek(0)
+    return FileHeader(file, tensors, texts, stream.read(start), start)
 
 
-def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     """Settings, and tensors whose ends are those of types that are read, else their starts."""
     if cursor.take(4) != MAGIC:
         raise ValueError("it does not begin with GGUF")
     if (version := cursor.number("I")) not in _VERSIONS:
         raise ValueError(f"it is of version {version}, and {' and '.join(map(str, _VERSIONS))} are read")
     num_tensors, num_settings = cursor.number("Q"), cursor.number("Q")
-    if num_tensors > _MOST_TENSORS or num_settings > _MOST_SETTINGS:
+    if num_tensors > MOST_TENSORS or num_settings > _MOST_SETTINGS:
         raise ValueError(f"it promises {num_tensors} tensors and {num_settings} settings")
     settings: dict[str, Any] = {}
     for _ in range(num_settings):
@@ -152,7 +152,7 @@ def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if name in settings:
             raise ValueError(f"it has {name[:200]} twice")
         settings[name] = cursor.setting()
-    tensors: dict[str, GgufTensor] = {}
+    tensors: dict[str, TensorEntry] = {}
     for _ in range(num_tensors):
         name, num_sides = cursor.text(), cursor.number("I")
         if name in tensors or num_sides > _MOST_SIDES:
@@ -162,7 +162,7 @@ def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     return settings, tensors
 
 
-def _tensor(cursor: _Cursor, name: str, stored: tuple[int, ...], given: Any) -> GgufTensor:
+def _tensor(cursor: _Cursor, name: str, stored: tuple[int, ...], given: Any) -> TensorEntry:
     """given: the sides that the model has for it, where a setting says other ones than are stored."""
     number, start = cursor.number("I"), cursor.number("Q")
     kind = _TYPES.get(number, f"type {number}")
@@ -175,17 +175,19 @@ def _tensor(cursor: _Cursor, name: str, stored: tuple[int, ...], given: Any) -> 
     if packed is not None:
         if not stored or stored[-1] % packed.values:
             raise ValueError(f"{name[:200]} is {list(stored)} in blocks of {packed.values}")
-        return GgufTensor(kind, shape, start, start + packed.row_bytes(count))
-    return GgufTensor(kind, shape, start, start + count * _PLAIN_BYTES.get(kind, 0))
+        is_whole = len(shape) > 1 and prod(shape[1:]) % packed.values == 0
+        dtype = kind if is_whole else "F32"
+        return TensorEntry(dtype, shape, start, start + packed.row_bytes(count), packing=kind)
+    return TensorEntry(kind, shape, start, start + count * _PLAIN_BYTES.get(kind, 0))
 
 
 def _aligned(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
 
 
-def _refuse_gaps(tensors: Mapping[str, GgufTensor], num_bytes: int, alignment: int) -> None:
+def _refuse_gaps(tensors: Mapping[str, TensorEntry], num_bytes: int, alignment: int) -> None:
     """Raises: ValueError if the weights are not one after the other, padded, from the start to the file's end."""
-    if any(each.kind not in (*PACKINGS, *_PLAIN_BYTES) for each in tensors.values()):
+    if any(each.dtype not in (*PACKINGS, *_PLAIN_BYTES) for each in tensors.values()):
         return  # of unknown size, and refused for that
     place, end = 0, 0
     for name, each in sorted(tensors.items(), key=lambda item: item[1].start):

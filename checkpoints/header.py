@@ -1,6 +1,6 @@
 """The header of a safetensors file, checked: names, shapes and types of its tensors, read without touching the weights.
 
-A model may be a GGUF file (gguf_header.py), which gives the same.
+A model may be a GGUF file, whose header gguf_header.py reads into the same.
 
 A file is 8 bytes of header length, the header as JSON, then the tensors without a gap between them. What breaks one of
 these rules is refused with the file's name, and a file of another kind by what it is.
@@ -17,7 +17,6 @@ from typing import IO, Any, NamedTuple
 
 from ..quantization.stored import PACKINGS, ROWS
 from ..system.files import expect, parse_json_object, read_json_object
-from .gguf_header import GGUF_ENDING, MAGIC, read_gguf_header
 
 AGAIN = "download it again"  # what helps against a damaged file that was made elsewhere
 FILE_ENDINGS = (".safetensors", ".sft")
@@ -27,8 +26,8 @@ FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
 EIGHT_BIT_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 
 _LENGTH_BYTES = 8  # little-endian
-_LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-_MOST_TENSORS = 50_000  # of a file; the largest models have a tenth of them
+LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MOST_TENSORS = 50_000  # of a file; the largest models have a tenth of them
 _NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) sizes are not checked
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -115,29 +114,6 @@ class FileHeader:
         return {key: TensorRecord(self.file, key, entry.shape, entry.dtype) for key, entry in self.tensors.items()}
 
 
-def read_model_header(file: Path) -> FileHeader:
-    """As read_header, and of a GGUF file by its first bytes. Raises: as read_header."""
-    refuse_no_file(file)
-    with open(file, "rb") as stream:
-        return read_open_header(stream)
-
-
-def read_open_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
-    """Of an open file of a model. Raises: as read_header."""
-    file = Path(stream.name)
-    if stream.read(len(MAGIC)) != MAGIC and file.suffix != GGUF_ENDING:
-        stream.seek(0)
-        return read_file_header(stream, remedy)
-    found = read_gguf_header(stream, remedy)
-    tensors = {}
-    for name, (kind, shape, start, end) in found.tensors.items():
-        packing = kind if kind in PACKINGS else ""
-        is_whole = not packing or len(shape) > 1 and prod(shape[1:]) % PACKINGS[packing].values == 0
-        tensors[name] = TensorEntry(kind if is_whole else "F32", shape, start, end, packing)
-    stream.seek(0)
-    return FileHeader(file, tensors, found.texts, stream.read(found.num_bytes), found.num_bytes)
-
-
 def read_header(file: Path) -> FileHeader:
     """The header of a safetensors file.
 
@@ -168,13 +144,13 @@ def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
         if start.startswith(first_bytes) and _LENGTH_BYTES + length > size:
             raise ValueError(f"{file} is {what}")
     stream.seek(_LENGTH_BYTES)
-    if size < _LENGTH_BYTES or length > _LARGEST_HEADER_BYTES:
+    if size < _LENGTH_BYTES or length > LARGEST_HEADER_BYTES:
         raise ValueError(f"{file} ({size} bytes) is not a safetensors file; {remedy}")
     text = stream.read(length)
     if len(text) < length:
         raise ValueError(f"{file} is cut short inside its header: {size} bytes; {remedy}")
-    if (count := text.count(b'"data_offsets"')) > _MOST_TENSORS:
-        raise ValueError(f"{file} has {count} tensors, and files of models have up to {_MOST_TENSORS}; {remedy}")
+    if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:
+        raise ValueError(f"{file} has {count} tensors, and files of models have up to {MOST_TENSORS}; {remedy}")
     header = parse_json_object(text, f"{file} is not a safetensors file: its header", remedy)
     metadata = header.pop("__metadata__", None)
     metadata = expect({} if metadata is None else metadata, dict, f"{file}: its __metadata__", remedy)

@@ -22,7 +22,8 @@ import torch
 
 from ..quantization.stored import PACKINGS, restore
 from ..system.files import write_atomically
-from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header, read_open_header, refuse_no_file
+from .gguf_header import read_open_header
+from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header, refuse_no_file
 
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
 _PIECE_BYTES = 2**24  # of a copy
@@ -113,7 +114,7 @@ def _mapped(stream: IO[bytes]) -> mmap.mmap:
 
 
 @contextmanager
-def open_weights(file: Path, remedy: str = AGAIN, *, is_model: bool = False) -> Iterator[WeightReader]:
+def open_weights(file: Path, *, is_model: bool = False) -> Iterator[WeightReader]:
     """Open a safetensors file for reading onto the CPU; of a model also a GGUF file.
 
     Raises: ValueError naming the file if it is something else, cut short or damaged; OSError if it cannot be opened.
@@ -121,7 +122,7 @@ def open_weights(file: Path, remedy: str = AGAIN, *, is_model: bool = False) -> 
     if file.exists():  # else opening it says that it is not there
         refuse_no_file(file)
     with open(file, "rb") as stream:
-        header = (read_open_header if is_model else read_file_header)(stream, remedy)
+        header = (read_open_header if is_model else read_file_header)(stream)
         yield WeightReader(header, _mapped(stream))
 
 

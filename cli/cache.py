@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from ..config.job import JobConfig, load_job
+from ..config.job import load_job
 from ..encoding.encode import NONE_OUTDATED, Stopped
 from ..encoding.text_place import text_device_on
 from ..events import EventLog
@@ -30,10 +30,10 @@ def cache(options: argparse.Namespace) -> int:
         raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
     # both experts of a pair need the same captions and latents
     whole = enter([load_job(path) for path in options.job], options.arguments)
-    jobs = {
-        str(path): _on_device(each_model(job)[0][1], options.device)
-        for path, job in zip(options.job, whole, strict=True)
-    }
+    jobs = {str(path): each_model(job)[0][1] for path, job in zip(options.job, whole, strict=True)}
+    for path, job in jobs.items() if options.device else ():
+        text_device = text_device_on(job.cache.text_device, options.device)
+        jobs[path] = replace(job, cache=replace(job.cache, text_device=text_device, vae_device=options.device))
     parts = (options.only,) if options.only else CACHE_PARTS
     with ExitStack() as stack:
         plans, encoders = {}, {}
@@ -56,13 +56,6 @@ def cache(options: argparse.Namespace) -> int:
         for pruned in prune_caches(plans, parts):
             say(pruned.report())
     return 0
-
-
-def _on_device(job: JobConfig, device: str | None) -> JobConfig:
-    if not device:
-        return job
-    text_device = text_device_on(job.cache.text_device, device)
-    return replace(job, cache=replace(job.cache, text_device=text_device, vae_device=device))
 
 
 def _fill(

@@ -27,7 +27,7 @@ DIVIDED_ATTENTION = (
 # "resolution" is FLUX.1-dev's own scheduler: mu rises linearly with the number of tokens the transformer sees, so that
 # the shift is 1.88 at 512x512 and 3.16 at 1024x1024.
 SHIFTS: Mapping[str, ShiftRule] = {
-    "none": ShiftRule("none"),
+    "none": ShiftRule("constant"),
     "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
 }
 

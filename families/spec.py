@@ -122,18 +122,16 @@ class TextEncoderSpec:
 class ShiftRule:
     """How sampled timesteps t in [0, 1] (1 = noise) are moved towards noise: t' = s t / (1 + (s - 1) t).
 
-    kind "none": s = 1. "constant": s = value. "resolution": s = exp(mu), mu linear in image tokens through the two
-    points in mu_at ((tokens, mu), (tokens, mu)), extrapolated outside them.
+    kind "constant": s = value, 1 for none. "resolution": s = exp(mu), mu linear in image tokens through the two points
+    in mu_at ((tokens, mu), (tokens, mu)), extrapolated outside them.
     """
 
-    kind: Literal["none", "constant", "resolution"]
+    kind: Literal["constant", "resolution"]
     value: float = 1.0
     mu_at: tuple[tuple[float, float], tuple[float, float]] = ((256.0, 0.5), (4096.0, 1.15))
 
     def factor(self, num_tokens: int) -> float:
         """The factor s for a sample with this many image tokens."""
-        if self.kind == "none":
-            return 1.0
         if self.kind == "constant":
             return self.value
         (x0, y0), (x1, y1) = self.mu_at

@@ -47,7 +47,7 @@ _UMT5 = TextEncoderSpec(
 # Training shifts differ: 3 in musubi-tuner's guide, 5 in DiffSynth, the user's in diffusion-pipe. The default is the
 # lowest of them, which leaves the most steps for detail. The makers sample with 5 (3 at 480p), A14B with 12.
 _SHIFTS = {
-    "none": ShiftRule("none"),
+    "none": ShiftRule("constant"),
     "musubi_3.0": ShiftRule("constant", 3.0),
     "diffsynth_5.0": ShiftRule("constant", 5.0),
     "a14b_inference_12.0": ShiftRule("constant", 12.0),

@@ -382,6 +382,8 @@ _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
         "cache.text_device is neither auto nor stream",
     ),
     (("parallel.hang_timeout_s",), lambda job: True, "parallel.timeout_s says how long work may take"),
+    (("train.cuda_graphs",), lambda job: True, "blocks are not recorded any more"),
+    (("split.calibrate",), lambda job: True, "blocks are not timed any more"),
     (("parallel.shard_degree",), lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
     (
         ("parallel.microbatches_ahead",),

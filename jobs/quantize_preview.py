@@ -52,17 +52,13 @@ class QuantizePreview(GroupTotals):
     num_stored: Mapping[str, int] = field(default_factory=dict)
     num_taken: int = 0
 
-    @property
-    def _how(self) -> str:
-        is_stored = self.settings is not None and self.settings.scheme == "stored"
-        return "as the file has them" if is_stored else "in 8 bits"
-
     def summary(self) -> str:
         """One line, sizes in decimal GB."""
         if self.settings is None:
             return f"none: all weights in {self.dtype}, {_gb(self.bytes_before)}"
+        how = "as the file has them" if self.settings.scheme == "stored" else "in 8 bits"
         return (
-            f"{self.settings.scheme}: {len(self.groups[QUANTIZED].names)} linears {self._how}, "
+            f"{self.settings.scheme}: {len(self.groups[QUANTIZED].names)} linears {how}, "
             f"{self.bytes_before / 1e9:.2f} -> {_gb(self.bytes_after)} of weights"
         )
 

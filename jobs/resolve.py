@@ -133,10 +133,6 @@ def resolve(
     if earlier is not None and earlier.get("is_one_model") and job.parallel.requested is None:
         is_piped = job.train.gradient_accumulation_steps > 1 and len(machine.devices) > 1
         job = replace(job, parallel=replace(job.parallel, strategy="pipeline" if is_piped else "none"))
-    if job.train.cuda_graphs != "off":
-        _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
-    if requested(job.split.calibrate):
-        _log.warning('split.calibrate = "%s" has no effect: blocks are not timed any more', job.split.calibrate)
     space = limited(search_space(job), subject.info.family.native, subject.model)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
     chosen = _first_of(space, machine.devices) if training is None else training.setting

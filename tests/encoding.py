@@ -42,7 +42,7 @@ def example_family(vae_class: str, vae_config: Mapping[str, Any] | None = None, 
     """As much of a family as its VAE needs; one variant."""
     values: dict[str, Any] = {
         "latent": LatentSpec(4, 2),
-        "timesteps": TimestepSpec("uniform", "none", {"none": ShiftRule("none")}),
+        "timesteps": TimestepSpec("uniform", "none", {"none": ShiftRule("constant")}),
         "variants": (Variant("small", {}, (), vae_config=vae_config or {}),),
     }
     names = ("transformer_class", "modelspec_architecture", "ss_base_model_version")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,16 +52,6 @@ def _text_of_unet(model: nn.Module) -> dict[str, torch.Tensor]:
     return _sized(_CLIP_TOKENS, _width(model, readers[0]), pooled) if readers else {}
 
 
-def _text_of_krea2(model: nn.Module) -> dict[str, torch.Tensor]:
-    """States of several layers, side by side."""
-    return _sized(UNKNOWN_TEXT, _width(model, "txtmlp.1") * _width(model, "txtfusion.projector"), 0)
-
-
-def _text_of_hunyuan(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Builds without vector_in (1.5, HunyuanImage) are given pooled_output, too, and do not read it."""
-    return _sized(UNKNOWN_TEXT, _width(model, "txt_in.input_embedder"), _width(model, "vector_in.in_layer") or 1)
-
-
 def _text_of_hidream(model: Any) -> dict[str, torch.Tensor]:
     """T5's states go through the last projection, those of all of Llama's layers through the others."""
     llama, *_, states = (each.linear.in_features for each in model.caption_projection)
@@ -82,11 +73,15 @@ def _text_of_ltx2(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**_sized(UNKNOWN_TEXT, width, 0), f"{OPTION}unprocessed_ltxav_embeds": torch.tensor(True)}
 
 
-_SPECIAL = {
+_SPECIAL: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "UNetModel": _text_of_unet,
-    "SingleStreamDiT": _text_of_krea2,
+    "SingleStreamDiT": lambda model: _sized(  # states of several layers, side by side
+        UNKNOWN_TEXT, _width(model, "txtmlp.1") * _width(model, "txtfusion.projector"), 0
+    ),
     "HiDreamImageTransformer2DModel": _text_of_hidream,
-    "HunyuanVideo": _text_of_hunyuan,
+    "HunyuanVideo": lambda model: _sized(  # builds without vector_in are given pooled_output, too, and do not read it
+        UNKNOWN_TEXT, _width(model, "txt_in.input_embedder"), _width(model, "vector_in.in_layer") or 1
+    ),
     "LTXVModel": _text_of_ltx_video,
     "LTXAVModel": _text_of_ltx2,
 }

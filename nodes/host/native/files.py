@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
-from ....checkpoints.header import read_header, read_model_header
+from ....checkpoints.gguf_header import read_model_header
+from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS

@@ -14,7 +14,8 @@ import torch
 
 from ....checkpoints.checkpoint import OF_PAIR, WAN_22, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
-from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_model_header
+from ....checkpoints.gguf_header import read_model_header
+from ....checkpoints.header import FLOAT_TYPES, TensorRecord
 from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
@@ -269,7 +270,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
     model, form = base.diffusion_model, base.latent_format
     dims = form.latent_dimensions
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
-    timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
+    timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("constant")})
     beside = _beside(base)
     boundary, is_expert = _expert_of(base, beside, path)
     variant = Variant(

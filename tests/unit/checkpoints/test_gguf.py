@@ -8,7 +8,8 @@ import pytest
 import torch
 from devicebridge.checkpoints import gguf_header
 from devicebridge.checkpoints.fingerprint import file_fingerprint
-from devicebridge.checkpoints.header import read_header, read_model_header
+from devicebridge.checkpoints.gguf_header import read_model_header
+from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights, read_records, read_rows
 from devicebridge.quantization import stored

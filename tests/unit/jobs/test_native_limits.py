@@ -40,16 +40,6 @@ def test_blocks_in_lists_inside_others_have_no_forecast() -> None:
     assert all(why_no_forecast(row) for row in NATIVE_MODELS if row.hooks_children)
 
 
-@pytest.mark.parametrize(("value", "count"), [("auto", 0), ("on", 1), ("off", 1)])
-def test_calibrate_is_taken_and_one_line_says_that_it_has_no_effect(value, count, caplog):
-    info = make_published_info("flux2-klein-4b")
-    assert info.variant is not None
-    job = make_plan_job(split={"calibrate": value, "memory_limit_gb": [1000]})
-    subject = Subject(info, info.variant, make_empty_transformer(info), (512, 512, 1), frozenset())
-    resolve(job, subject, Machine((torch.device("cpu"),)), is_to_train=False)
-    assert sum("split.calibrate" in record.getMessage() for record in caplog.records) == count
-
-
 def test_a_unet_is_split_by_size_and_no_pipeline_is_tried(caplog: pytest.LogCaptureFixture) -> None:
     """Of a job that leaves everything open, whose microbatches others put into a pipeline."""
     info = make_published_info("flux2-klein-4b")

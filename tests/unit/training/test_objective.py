@@ -25,7 +25,7 @@ from devicebridge.training.objective import (
     snr_weights,
 )
 
-NO_SHIFT = ShiftRule("none")
+NO_SHIFT = ShiftRule("constant")
 
 
 def _schedule(**changes):
