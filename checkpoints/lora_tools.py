@@ -291,7 +291,7 @@ def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloa
                 for reader in readers.values():
                     reader.release()
 
-    if not is_diffusers and tuned.is_dir():
+    if not is_diffusers and (tuned.is_dir() or "conv_in.weight" in ours):  # a UNet of diffusers
         raise ValueError(f"{tuned} has names that no loader is known to read; give both files as ComfyUI has them")
     return (result := Result(tensors(), f"{tuned.name} - {base.name}, rank {rank}", {}, left_out=outside))
 

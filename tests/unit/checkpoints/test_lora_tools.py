@@ -227,6 +227,9 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
     eight = {n: each.to(torch.float8_e4m3fn) if each.ndim > 1 else each for n, each in load_file(base).items()}
     eight_bit = _file(tmp_path / "eight.safetensors", eight)
     fewer = _file(tmp_path / "fewer.safetensors", dict(list(load_file(base).items())[1:]))
+    unet = _file(
+        tmp_path / "unet.safetensors", {"conv_in.weight": torch.ones(8, 4, 3, 3), "b.weight": torch.ones(4, 4)}
+    )
     out = ["-o", tmp_path / "out.safetensors"]
     return {
         **{f"merge {k}": (["merge", good, files[k], *out], (str(files[k]), X)) for k in ("dora", "lokr", "wide")},
@@ -251,6 +254,7 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
         "no known size": (["convert", good, "--to", "diffusers", *out], (str(good), "Wan", "--family")),
         "8 bits": (["extract", eight_bit, base, "--rank", 2, *out], (str(eight_bit), "F8_E4M3")),
         "a layer less": (["extract", tuned, fewer, "--rank", 2, *out], (str(fewer), str(tuned))),
+        "a UNet of diffusers": (["extract", unet, unet, "--rank", 2, *out], (str(unet), "ComfyUI")),
         "alike": (["extract", base, base, "--rank", 2, *out], ("out.safetensors",)),
         "a LoRA": (["extract", good, base, "--rank", 2, *out], (str(good),)),
         "none": (["inspect", tmp_path / "none.safetensors"], ("none.safetensors",)),
