@@ -62,12 +62,6 @@ class _Cursor:
             raise ValueError("its header goes on past the end, or is larger than any model's")
         return self._stream.read(count)
 
-    def skip(self, count: int) -> None:
-        self.place += count
-        if self.place > self._end:
-            raise ValueError("its header goes on past the end, or is larger than any model's")
-        self._stream.seek(count, os.SEEK_CUR)
-
     def number(self, kind: str) -> Any:
         return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
 
@@ -87,11 +81,11 @@ class _Cursor:
         inner, count = self.number("I"), self.number("Q")
         if inner == _TEXT:
             for _ in range(count):  # a length of 8 bytes each, so that the header's limit ends it
-                self.skip(self.number("Q"))
+                self.take(self.number("Q"))
             return None
         size = struct.calcsize(f"<{_NUMBERS[inner]}")
         if count > 16:
-            self.skip(count * size)
+            self.take(count * size)
             return None
         return [self.number(_NUMBERS[inner]) for _ in range(count)]
 

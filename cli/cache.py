@@ -45,10 +45,10 @@ def cache(options: argparse.Namespace) -> int:
         if options.verify:
             num_problems = 0
             for name, plan in plans.items():
-                verified = verify_cache(plan, parts)
-                num_problems += len(verified.problems)
-                say(verified.report())
-                if verified.problems:
+                lines, num_unsound = verify_cache(plan, parts)
+                num_problems += num_unsound
+                say("\n".join(lines))
+                if num_unsound:
                     say(f"`devicebridge cache {name}` computes what is missing or damaged")
             return int(num_problems > 0)
         if not options.prune:

@@ -130,7 +130,7 @@ def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, J
         return [("", job, 1)]
     known = list(devices) or [str(device) for device in find_machine(job.split.devices).devices]
     experts = expert_jobs(job, known)
-    return [(f"== {expert.name}", expert.job, num_at_once(experts)) for expert in experts]
+    return [(f"== {name}", each, num_at_once(experts)) for name, each in experts.items()]
 
 
 def check(options: argparse.Namespace) -> int:

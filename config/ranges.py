@@ -152,7 +152,7 @@ StepCount = Annotated[int, Range(0, MOST_STEPS)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 
 
-# ---- tOML that users write, and TOML that we write for a process of ours
+# ---- TOML that users write, and TOML that we write for a process of ours
 
 
 # Names of files may be no UTF-8, which TOML cannot hold; this line begins a file of ours that has such bytes.

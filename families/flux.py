@@ -28,7 +28,7 @@ DIVIDED_ATTENTION = (
 # the shift is 1.88 at 512x512 and 3.16 at 1024x1024.
 SHIFTS: Mapping[str, ShiftRule] = {
     "none": ShiftRule("constant"),
-    "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
+    "resolution": ShiftRule("resolution"),
 }
 
 

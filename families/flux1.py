@@ -228,7 +228,7 @@ FLUX1 = ModelFamily(
     ),
     # flux_to_diffusers in ComfyUI 0.33; under the original names diffusers 0.42 loads no alpha and no DoRA.
     shared_lora_names="diffusers",
-    latent=LatentSpec(channels=16, spatial_stride=8, size_multiple=16, num_tokens_per_cell=0.25),
+    latent=LatentSpec(channels=16, spatial_stride=8, num_tokens_per_cell=0.25),
     timesteps=TimestepSpec(sampling="logit_normal", shift="resolution", shift_presets=_SHIFTS),
     variants=(
         Variant(

@@ -246,7 +246,7 @@ FLUX2 = ModelFamily(
     # flux_to_diffusers in ComfyUI 0.33; under the original names diffusers 0.42 loads no alpha and no DoRA.
     shared_lora_names="diffusers",
     unread_lora=("time_guidance_embed.*", "*_stream_modulation*"),
-    latent=LatentSpec(channels=128, spatial_stride=16, size_multiple=16),
+    latent=LatentSpec(channels=128, spatial_stride=16),
     timesteps=TimestepSpec(sampling="logit_normal", shift="resolution", shift_presets=_SHIFTS),
     variants=(
         Variant(

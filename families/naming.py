@@ -40,22 +40,12 @@ class Stack:
 
 def find_by_diffusers(name: str, renames: Sequence[Rename]) -> Stack | None:
     """The stack a diffusers module or tensor belongs to; None if no row names it."""
-    for row in renames:
-        for pattern in row.diffusers:
-            match = _matcher(pattern).match(name)
-            if match:
-                return _make_stack(row, match)
-    return None
+    return _find(name, ((row, row.diffusers) for row in renames))
 
 
 def find_by_original(name: str, renames: Sequence[Rename]) -> Stack | None:
     """The stack an original module or tensor is, under its main spelling; None if no row names it."""
-    for row in renames:
-        for pattern in (row.original, *row.aliases):
-            match = _matcher(pattern).match(name)
-            if match:
-                return _make_stack(row, match)
-    return None
+    return _find(name, ((row, (row.original, *row.aliases)) for row in renames))
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str]:
@@ -85,15 +75,15 @@ def originals_of(names: Iterable[str], renames: Sequence[Rename]) -> dict[str, S
     return stacks
 
 
-def _make_stack(row: Rename, match: re.Match[str]) -> Stack:
-    *numbers, below = match.groups()
-    members = tuple(pattern.format(*numbers) + below for pattern in row.diffusers)
-    return Stack(
-        original=row.original.format(*numbers) + below,
-        members=members,
-        proportions=row.proportions or (1,) * len(members),
-        swap_halves=row.swap_halves,
-    )
+def _find(name: str, rows: Iterable[tuple[Rename, Sequence[str]]]) -> Stack | None:
+    """By the first row one of whose patterns names it."""
+    for row, patterns in rows:
+        if match := next(filter(None, (_matcher(pattern).match(name) for pattern in patterns)), None):
+            *numbers, below = match.groups()
+            members = tuple(pattern.format(*numbers) + below for pattern in row.diffusers)
+            original = row.original.format(*numbers) + below
+            return Stack(original, members, row.proportions or (1,) * len(members), row.swap_halves)
+    return None
 
 
 @functools.cache

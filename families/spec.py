@@ -456,6 +456,3 @@ class ModelFamily:
 
     def latent_of(self, variant: Variant) -> LatentSpec:
         return variant.latent or self.latent
-
-    def sampling_of(self, variant: Variant) -> SamplingSpec | None:
-        return variant.sampling or self.sampling

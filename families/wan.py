@@ -63,7 +63,6 @@ _LATENT = LatentSpec(
     channels=16,
     spatial_stride=8,
     frame_stride=4,
-    size_multiple=16,
     num_tokens_per_cell=0.25,
     fps=16,
     # Short by default: the makers sample 81 frames (TI2V-5B 121), which only large cards can train.

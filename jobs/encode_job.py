@@ -313,31 +313,6 @@ def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], Non
 _MAX_NAMES = 20  # of a kind that a report spells out
 
 
-@dataclass(frozen=True)
-class Verified:
-    """A job's entries as they were found.
-
-    Args:
-        counts: per part of the cache, entries by state.
-        problems: one line per entry that is not whole.
-    """
-
-    folder: Path
-    counts: Mapping[CachePart, Mapping[State, int]]
-    problems: Sequence[str]
-
-    def report(self) -> str:
-        """Counts, and the first of the entries that are not whole."""
-        lines = [f"cache: {self.folder}"]
-        for part, counts in self.counts.items():
-            missing, damaged = counts.get("missing", 0), counts.get("damaged", 0)
-            lines.append(f"{part}: {counts.get('whole', 0)} entries whole, {missing} missing, {damaged} damaged")
-        lines += self.problems[:_MAX_NAMES]
-        if len(self.problems) > _MAX_NAMES:
-            lines.append(f"and {len(self.problems) - _MAX_NAMES} more")
-        return "\n".join(lines)
-
-
 @dataclass
 class Pruned:
     """What pruning one folder did; bytes are those of the deleted files."""
@@ -358,18 +333,24 @@ class Pruned:
         return f"cache: {self.folder}\n{self.deleted} entries deleted, {size}; {needed}"
 
 
-def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> Verified:
-    """Read every entry the job needs and compare checksums; damaged ones are removed for the next run to compute."""
+def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> tuple[list[str], int]:
+    """Read every entry the job needs and compare checksums; damaged ones are removed for the next run to compute.
+
+    Returns: a report by lines, with the first of the entries that are not whole, and how many these are.
+    """
     store = cache_store(plan.job)
-    counts: dict[CachePart, Counter[State]] = {part: Counter() for part in parts}
-    problems = []
+    lines, problems = [f"cache: {store.folder}"], []
     for part in parts:
+        counts: Counter[State] = Counter()
         for key, what in cache_entries(plan, part).items():
             state = store.check(key)
-            counts[part][state] += 1
+            counts[state] += 1
             if state != "whole":
                 problems.append(f"{state}: {what}" + (f" ({store.path(key)})" if state == "damaged" else ""))
-    return Verified(store.folder, counts, problems)
+        whole, missing, damaged = counts["whole"], counts["missing"], counts["damaged"]
+        lines.append(f"{part}: {whole} entries whole, {missing} missing, {damaged} damaged")
+    more = len(problems) - _MAX_NAMES
+    return [*lines, *problems[:_MAX_NAMES], *([f"and {more} more"] if more > 0 else [])], len(problems)
 
 
 def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:

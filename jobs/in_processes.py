@@ -177,16 +177,8 @@ _MAIN = Path(__file__).resolve().parent.parent / "__main__.py"
 _PER_DEVICE = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
 
 
-@dataclass(frozen=True)
-class Expert:
-    """One of the two: "high_noise" or "low_noise", and its own job."""
-
-    name: str
-    job: JobConfig
-
-
-def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]:
-    """The jobs of both experts. High noise comes first and gets the first half of the devices. Reads headers.
+def expert_jobs(job: JobConfig, devices: Sequence[str]) -> dict[str, JobConfig]:
+    """The jobs of "high_noise" and "low_noise", in this order. The first half of the devices is the first one's.
 
     Raises: ValueError for a model that is no half of a pair, for the same expert twice, or settings per device that
         are not as many as there are devices.
@@ -209,20 +201,22 @@ def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]
     parts = sorted([(variant, job.model.path), (partner, job.model.second_expert)], key=lambda e: -e[0].sigma_range[1])
     middle = (len(devices) + 1) // 2
     shares = (slice(middle), slice(middle, None)) if len(devices) > 1 else (slice(1), slice(1))
-    high, low = (
-        _make_expert(job, each, path, devices, share) for (each, path), share in zip(parts, shares, strict=True)
-    )
-    return high, low
+    names = ("high_noise", "low_noise")
+    return {
+        name: _expert_job(job, name, each, path, devices, share)
+        for name, (each, path), share in zip(names, parts, shares, strict=True)
+    }
 
 
-def num_at_once(experts: Sequence[Expert]) -> int:
+def num_at_once(experts: Mapping[str, JobConfig]) -> int:
     """How many of the two are trained at a time: both if they have no device in common."""
-    first, second = (set(expert.job.split.devices) for expert in experts)
+    first, second = (set(job.split.devices) for job in experts.values())
     return 1 if first & second else 2
 
 
-def _make_expert(job: JobConfig, variant: Variant, path: str, devices: Sequence[str], share: slice) -> Expert:
-    name = "high_noise" if variant.sigma_range[1] == 1.0 else "low_noise"
+def _expert_job(
+    job: JobConfig, name: str, variant: Variant, path: str, devices: Sequence[str], share: slice
+) -> JobConfig:
     folder = Path(job.output.folder)
     for setting in _PER_DEVICE:
         values = getattr(job.split, setting)
@@ -232,14 +226,13 @@ def _make_expert(job: JobConfig, variant: Variant, path: str, devices: Sequence[
                 f"{', '.join(devices)}; give one each"
             )
     own = {setting: getattr(job.split, setting)[share] for setting in _PER_DEVICE}
-    own_job = replace(
+    return replace(
         job,
         model=replace(job.model, path=path, second_expert="", variant=variant.name),
         split=replace(job.split, devices=tuple(devices[share]), **own),
         cache=replace(job.cache, folder=job.cache.folder or str(folder / "cache")),
         output=replace(job.output, folder=str(folder / name), name=f"{job.output.name}_{name}"),
     )
-    return Expert(name, own_job)
 
 
 @dataclass(frozen=True)
@@ -273,20 +266,21 @@ def run_pair(
     with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private:
         experts = expert_jobs(job, devices)
         at_once = num_at_once(experts)
-        files = [_write(expert.job, Path(private)) for expert in experts]
+        files = {name: _write(each, Path(private)) for name, each in experts.items()}
         with EventLog(folder, on_event) as events:
 
-            def process(expert: Expert, file: Path, command: Sequence[str | Path], name: str) -> JobProcess:
+            def process(own: JobConfig, file: Path, command: Sequence[str | Path], name: str) -> JobProcess:
                 def pass_on(event: Event) -> None:
                     events.emit(event.kind, event.step, event.total, **{**event.values, "expert": name})
 
-                return JobProcess(expert.job, command, file, pass_on, name)
+                return JobProcess(own, command, file, pass_on, name)
 
-            caches = process(experts[0], files[0], [sys.executable, _MAIN, "cache", *files], "caches")
+            (first, *_), (file, *_) = experts.values(), files.values()
+            caches = process(first, file, [sys.executable, _MAIN, "cache", *files.values()], "caches")
             share = ["--host-share", str(at_once)]
             trainings = [
-                process(each, file, [*train_command(each.job, file, (), resume=resume), *share], each.name)
-                for each, file in zip(experts, files, strict=True)
+                process(each, files[name], [*train_command(each, files[name], (), resume=resume), *share], name)
+                for name, each in experts.items()
             ]
             done: list[JobProcess] = []
             for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:

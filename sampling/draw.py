@@ -46,7 +46,7 @@ def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant)
 
     Raises: ValueError for a family that nobody has said how to draw with.
     """
-    usual = family.sampling_of(variant)
+    usual = variant.sampling or family.sampling
     if usual is None:
         raise ValueError(f"samples.prompts: how {family.title} draws pictures is not described; remove them")
     guidance = usual.guidance if settings.guidance is None else settings.guidance

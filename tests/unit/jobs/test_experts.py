@@ -50,7 +50,7 @@ def together(monkeypatch):
 def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
     """Real processes at the same time, with dropout; one has been stopped after its first step, the other is new."""
     job = _job(tmp_path, "pair")
-    run_steps(expert_jobs(job, ["cpu"])[0].job)
+    run_steps(expert_jobs(job, ["cpu"])["high_noise"])
     events: list[Event] = []
     result = run_pair(job, ["cpu"], resume=True, on_event=events.append)
     assert result.is_finished and list(result.experts) == ["high_noise", "low_noise"]
@@ -168,14 +168,13 @@ def test_warnings_say_whose_they_are(tmp_path, scripted, caplog):
 def test_devices_and_what_is_said_of_them_are_divided(tmp_path):
     split = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "blocks_without_checkpointing": [1, 0, 2]}
     job = _job(tmp_path, "pair", split=split)
-    high, low = expert_jobs(job, split["devices"])
-    assert high.job.split.devices == ("cuda:0", "cuda:1") and low.job.split.devices == ("cuda:2",)
-    assert high.job.split.blocks_without_checkpointing == (1, 0) and low.job.split.blocks_without_checkpointing == (2,)
-    assert (high.job.model.variant, low.job.model.variant) == (HIGH, LOW)
+    high, low = expert_jobs(job, split["devices"]).values()
+    assert high.split.devices == ("cuda:0", "cuda:1") and low.split.devices == ("cuda:2",)
+    assert high.split.blocks_without_checkpointing == (1, 0) and low.split.blocks_without_checkpointing == (2,)
+    assert (high.model.variant, low.model.variant) == (HIGH, LOW)
     # either may be named first
     turned = expert_jobs(_job(tmp_path, "pair", variant=LOW, split=split), split["devices"])
-    assert [expert.name for expert in turned] == ["high_noise", "low_noise"]
-    assert [expert.job for expert in turned] == [high.job, low.job]
+    assert list(turned.items()) == [("high_noise", high), ("low_noise", low)]
 
 
 @pytest.mark.parametrize(
