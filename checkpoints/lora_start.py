@@ -39,7 +39,7 @@ from .weight_file import open_weights
 _log = logging.getLogger(__name__)
 
 _PAIRS = ((A, B), ("lokr_w1_b", "lokr_w1_a"), ("lokr_w2_b", "lokr_w2_a"))  # [R, in] and [out, R]
-_RANKED = (A, "lokr_w2_b", "lokr_w1_b")  # whose rows are the rank; the first that a layer has
+RANKED = (A, "lokr_w2_b", "lokr_w1_b")  # whose rows are the rank; the first that a layer has
 _EXTRAS = {"alpha", DORA, MAGNITUDE}  # what comes with the matrices
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SPELLINGS = {
@@ -252,7 +252,7 @@ def read_strengths(
     strengths = _strengths_of_layers(path, metadata, list(names))
     multiplied = {}
     for layer, own in names.items():
-        said, ranked = strengths.get(layer), next((own[kind] for kind in _RANKED if kind in own), None)
+        said, ranked = strengths.get(layer), next((own[kind] for kind in RANKED if kind in own), None)
         if said is None:
             continue
         rank = said.rank if ranked is None else tensors[ranked].shape[0]
@@ -386,7 +386,7 @@ def with_strength(layer: Layer) -> Layer:
     """The matrices with alpha / rank in B, or in LoKr's first matrix, which becomes one."""
     layer = dict(layer)
     alpha = layer.pop("alpha", None)
-    factor = next((layer[kind] for kind in _RANKED if kind in layer), None)
+    factor = next((layer[kind] for kind in RANKED if kind in layer), None)
     strength = 1.0 if alpha is None or factor is None else float(alpha) / factor.shape[0]
     if "lokr_w1_a" in layer:
         layer["lokr_w1"] = layer.pop("lokr_w1_a") @ layer.pop("lokr_w1_b")

@@ -382,7 +382,8 @@ def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
     norms = [whole[kind].norm() for kind in ("lokr_w1", "lokr_w2") if kind in whole]
     if pair is not None:
         norms.append(((pair[0] @ pair[0].mT) * (pair[1].mT @ pair[1])).sum().clamp(min=0).sqrt())
-    rank, alpha = (len(pair[0]) if pair else None), (float(parts[ALPHA]) if ALPHA in parts else None)
+    rank = next((len(parts[kind]) for kind in lora_start.RANKED if kind in parts), None)
+    alpha = float(parts[ALPHA]) if ALPHA in parts else None
     return {
         "kind": kind_of(own),
         "type": str(next(each.dtype for kind, each in parts.items() if kind != ALPHA)).removeprefix("torch."),

@@ -332,10 +332,9 @@ def test_every_layout_becomes_every_other(tmp_path: Path) -> None:
 
 def test_new_names_leave_every_kind_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {**_layer(X, 1), f"{X}.dora_scale": torch.ones(12, 1), **_layer("lora_te_text", 5)}
-    lokr = {
-        "diffusion_model.blocks.1.ffn.0.lokr_w1": _noise(7, 2, 4),
-        "diffusion_model.blocks.1.ffn.0.lokr_w2": _noise(8, 3, 5),
-    }
+    other, factors = "diffusion_model.blocks.1.ffn.0", (_noise(7, 2, 1), _noise(9, 1, 4), _noise(8, 3, 5))
+    kinds = ("lokr_w1_a", "lokr_w1_b", "lokr_w2", "alpha")
+    lokr = {f"{other}.{kind}": each for kind, each in zip(kinds, (*factors, torch.tensor(0.25)), strict=True)}
     source = _file(tmp_path / "a.safetensors", tensors | lokr)
     _run("convert", source, "--to", "kohya", "-o", tmp_path / "b.safetensors")
     assert "lora_unet_blocks_0_ffn_0.lora_down.weight" in load_file(tmp_path / "b.safetensors")
@@ -347,8 +346,9 @@ def test_new_names_leave_every_kind_as_it_is(tmp_path: Path, capsys: pytest.Capt
     _run("inspect", source, "--json")
     layers = {each["name"]: each for each in json.loads(capsys.readouterr().out)["layers"]}
     assert [each["kind"] for _, each in sorted(layers.items())] == ["DoRA", "LoKr", "LoRA"]
-    norm = layers["diffusion_model.blocks.1.ffn.0"]["norm"]
-    assert norm == pytest.approx(float(torch.kron(*lokr.values()).norm()), rel=1e-5)
+    change = 0.25 * torch.kron(factors[0] @ factors[1], factors[2])  # as ComfyUI's loader counts alpha and rank
+    assert layers[other]["norm"] == pytest.approx(float(change.norm()), rel=1e-5)
+    assert (layers[other]["rank"], layers[other]["strength"]) == (1, 0.25)
 
 
 def test_a_layer_that_q_k_and_v_share_comes_back_as_it_was(tmp_path: Path) -> None:
