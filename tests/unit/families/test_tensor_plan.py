@@ -1,8 +1,11 @@
 """How layers are shared out among devices: every row is in one device's slices, and what cannot be cut is refused."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
+from devicebridge.families.comfy.token_plans import _ltx_guides
 from devicebridge.families.tensor_plan import Divided, Shares, TensorPlan, share_heads
 
 DEVICES = range(2, 9)
@@ -164,3 +167,17 @@ def test_the_first_matching_pattern_counts() -> None:
     plan = TensorPlan((first, second), "num_heads", "dim", norms=("*.norm_q",))
     assert plan.find("mlp.proj") is first and plan.find("mlp.up") is second and plan.find("norm") is None
     assert plan.is_norm("attn.norm_q") and not plan.is_norm("norm_q_later")
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 32), (32, 64), (0, 40), (40, 64)])
+def test_a_rank_without_noisy_rows_calls_ltx_attention_as_often_as_others(first, last):
+    """LTX attends noisy rows where there are some, and guides always. Each rank brings its keys to both."""
+    mask = SimpleNamespace(guide_start=32, tracked_count=32, tracked_mask=torch.arange(32.0).view(1, 1, 32, 1))
+    rows = SimpleNamespace(
+        count=lambda number, axis: min(max(number - first, 0), last - first),
+        rows_before=lambda number, axis: max(first - number, 0),
+    )
+    made, queries = _ltx_guides(rows, mask), torch.arange(first, last)
+    assert made.guide_start > 0 and made.guide_start + made.tracked_count == last - first
+    assert torch.equal(queries[: made.guide_start], torch.arange(first, max(min(last, 32), first)))
+    assert made.tracked_mask.flatten().tolist() == [each - 32 for each in range(max(first, 32), last)]
