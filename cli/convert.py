@@ -309,9 +309,13 @@ def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
         made.values.get("train", {}).pop("ema_decay", None)
     elif not made.get("train.ema_decay"):
         made.set("train.ema_decay", 0.999)
-    if (gamma := own.get("min_snr")) and own.get("clip_type"):
-        made.leave("min_snr_gamma", gamma, "flow models have no weights by noise level")
-    elif gamma:
+    by_level = {"min_snr_gamma": own.get("min_snr")}
+    if own.get("clip_type"):
+        by_level["debiased_estimation_loss"] = bool(made.values.get("objective", {}).pop("loss_weighting", ""))
+        for name, value in by_level.items():
+            if value:
+                made.leave(name, value, "flow models have no weights by noise level")
+    elif gamma := by_level["min_snr_gamma"]:
         made.set("objective.loss_weighting", "min_snr")
         made.set("objective.min_snr_gamma", float(gamma))
     if own.get("no_samples"):

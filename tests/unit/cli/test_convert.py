@@ -358,6 +358,8 @@ CHANGED = {
         ("max_train_epochs = 4", "epoch = 4\nmax_train_steps = 1600", "left", "epochs = 4"),
         ('"networks.lora"', '"networks.lora_flux"', "objective.shift", 3.0),
         ('"networks.lora"', '"networks.lora_flux"', "objective.guidance", 3.5),
+        ('"networks.lora"', '"networks.lora_flux"\ndebiased_estimation_loss = true', "objective.loss_weighting", ""),
+        ('"networks.lora"', '"networks.lora_flux"\ndebiased_estimation_loss = true', "left", "debiased_estimation"),
         ('"networks.lora"', '"networks.lora_flux"', "left", "model_prediction_type = 'sigma_scaled'"),
         ('"networks.lora"', '"networks.lora_flux"', "objective.timestep_sampling", "uniform"),
         ('"networks.lora"', '"networks.lora"\nLoRA_type = "Flux1"', "objective.shift", 3.0),
