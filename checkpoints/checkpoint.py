@@ -92,11 +92,6 @@ class CheckpointInfo:
             )
         )
 
-    @property
-    def num_quantized(self) -> int:
-        """How many tensors are quantized."""
-        return sum(self.quantized_types.values())
-
 
 def read_tensor_records(
     path: Path, wanted: Variant | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -110,17 +109,24 @@ def read_open_header(stream: IO[bytes]) -> FileHeader:
     cursor = _Cursor(stream, size)
     try:
         settings, tensors = _read(cursor)
+        others = {name: each.dtype for name, each in tensors.items() if each.dtype not in (*PACKINGS, *_PLAIN_BYTES)}
         alignment = settings.get(_ALIGNMENT, 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
             raise ValueError(f"its alignment is {alignment!r}")
         start = _aligned(cursor.place, alignment)
-        _refuse_gaps(tensors, size - start, alignment)
+        if not others:  # whose sizes nobody knows
+            place, end = 0, 0
+            for name, each in sorted(tensors.items(), key=lambda item: item[1].start):
+                if each.start != place:
+                    raise ValueError(f"{name[:200]} begins at byte {each.start} of the weights, not {place}")
+                place, end = _aligned(each.end, alignment), each.end
+            if not tensors or not end <= size - start <= place:
+                raise ValueError(f"its header promises {end} bytes of weights, and it has {max(0, size - start)}")
     except (ValueError, KeyError, struct.error, OverflowError, TypeError) as error:
         said = f"it has a setting of type {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{file} ({size} bytes) is no whole GGUF file: {said}; {AGAIN}") from error
     if (count := settings.get("split.count", 1)) not in (0, 1):
         raise ValueError(f"{file} is one of {count} files of a model, which are not read; join them with gguf-split")
-    others = {name: each.dtype for name, each in tensors.items() if each.dtype not in (*PACKINGS, *_PLAIN_BYTES)}
     for name, kind in others.items():
         raise ValueError(
             f"{file} holds {len(others)} tensors of types that are not read, such as {name} in {kind}; of GGUF "
@@ -177,16 +183,3 @@ def _tensor(cursor: _Cursor, name: str, stored: tuple[int, ...], given: Any) -> 
 
 def _aligned(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
-
-
-def _refuse_gaps(tensors: Mapping[str, TensorEntry], num_bytes: int, alignment: int) -> None:
-    """Raises: ValueError if the weights are not one after the other, padded, from the start to the file's end."""
-    if any(each.dtype not in (*PACKINGS, *_PLAIN_BYTES) for each in tensors.values()):
-        return  # of unknown size, and refused for that
-    place, end = 0, 0
-    for name, each in sorted(tensors.items(), key=lambda item: item[1].start):
-        if each.start != place:
-            raise ValueError(f"{name[:200]} begins at byte {each.start} of the weights, not {place}")
-        place, end = _aligned(each.end, alignment), each.end
-    if not tensors or not end <= num_bytes <= place:
-        raise ValueError(f"its header promises {end} bytes of weights, and it has {max(0, num_bytes)}")

@@ -155,7 +155,7 @@ class _Loader:
                 self._place(name, tensor)
                 del tensor  # before its layer is converted and the next one read: no second copy, here or on its device
                 self._finish_layer_of(name)
-        if self.info.num_quantized:
+        if self.info.quantized_types:
             found = ", ".join(f"{count} {kind}" for kind, count in self.info.quantized_types.items())
             message = "read %s tensors for %s: %d kept as they are, %d dequantized"
             _log.info(message, found, self.info.path, self._num_taken, self._num_dequantized)

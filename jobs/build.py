@@ -68,7 +68,6 @@ def build_trainer(
     if ranks.is_launched:
         shares = shards_weights(plan.execution.strategy)
         runner = AcrossRanks(runner, list(lora.parameters().values()), ranks, job.train.seed, in_lockstep=shares)
-    asked = Requests(Path(job.output.folder))
     return Trainer(
         job=job,
         family=plan.family,
@@ -89,7 +88,7 @@ def build_trainer(
         events=events,
         save_lora=partial(save_lora, plan, lora),
         compiled=_agreed(assembled.all_compiled, ranks),
-        is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
+        is_asked=lambda what: ranks.from_first(lambda: Requests(Path(job.output.folder)).take(what)),
         samples=make_sampler(plan, assembled, runner, data[0], events, ranks),
         ranks=ranks,
         dtype=plan.execution.dtype,

@@ -27,7 +27,6 @@ from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
 from ..encoding.text_place import check_text_device
 from ..encoding.vae import check_vae
-from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import NOTHING_STORED, check_packages, refusal
@@ -87,7 +86,7 @@ def check_tools(plan: JobPlan) -> None:
     settings = job.model.quantize_settings
     if settings is not None:
         check_packages(settings)
-        if settings.scheme == "stored" and not plan.info.num_quantized:
+        if settings.scheme == "stored" and not plan.info.quantized_types:
             raise ValueError(NOTHING_STORED)
         reason = refusal(settings, placement.used_devices)
         if reason:
@@ -195,8 +194,11 @@ def _check_encoders(plan: JobPlan) -> None:
     if not cache.has_stock_text:
         folder = component_folder(plan, cache.text_encoders, "text_encoders")
         check_text_device(cache.text_device, plan.variant.text_encoders, folder, cache.text_quantize)
+        comfy, config = plan.family.comfy, with_defaults(plan.family, plan.info.config)
+        keys = {} if comfy is None else {comfy.states: comfy.width, comfy.pooled: comfy.pooled_width}
         for spec in plan.variant.text_encoders:
-            check_encoder(spec, folder, _text_width(plan, spec))
+            width = int(config[keys[spec.output]]) if spec.output in keys else None  # where the family says it
+            check_encoder(spec, folder, width)
             folder_fingerprint(folder / spec.folder)
             folder_fingerprint(folder / spec.tokenizer_folder)
     if not cache.has_stock_latents:
@@ -211,15 +213,6 @@ def _check_vae(plan: JobPlan, path: Path) -> None:
     patch = family.latent_of(plan.variant).channels // own if own else 1
     channels = (config.get("out_channels") or config["in_channels"]) // cells // patch  # before they are packed
     check_vae(family, plan.variant, path, channels)
-
-
-def _text_width(plan: JobPlan, spec: TextEncoderSpec) -> int | None:
-    """Of the states that the transformer takes from this encoder; None where the family does not say."""
-    comfy = plan.family.comfy
-    keys = {} if comfy is None else {comfy.states: comfy.width, comfy.pooled: comfy.pooled_width}
-    if spec.output not in keys:
-        return None
-    return int(with_defaults(plan.family, plan.info.config)[keys[spec.output]])
 
 
 # ---- what its user hardly meant ----

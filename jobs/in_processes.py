@@ -266,7 +266,13 @@ def run_pair(
     with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private:
         experts = expert_jobs(job, devices)
         at_once = num_at_once(experts)
-        files = {name: _write(each, Path(private)) for name, each in experts.items()}
+        files = {}
+        for name, each in experts.items():
+            own_folder = Path(each.output.folder)
+            files[name] = Path(private) / own_folder.name / "job.toml"
+            # The other is for whoever wants to run it alone. No process reads it: it may lie where browsers send files.
+            for file in (own_folder / "job.toml", files[name]):
+                save_for_process(each, file)
         with EventLog(folder, on_event) as events:
 
             def process(own: JobConfig, file: Path, command: Sequence[str | Path], name: str) -> JobProcess:
@@ -295,15 +301,3 @@ def run_pair(
                     )
                     raise RuntimeError(f"{failed.name}: {failed.error}{''.join(saved)}")
         return PairResult({each.name: each.result() for each in done[1:]}, all(each.is_finished for each in done))
-
-
-def _write(job: JobConfig, private: Path) -> Path:
-    """The job as a file for its process, and as one in its folder for whoever wants to run it alone.
-
-    No process reads the latter: it may lie where ComfyUI saves what browsers send.
-    """
-    folder = Path(job.output.folder)
-    file = private / folder.name / "job.toml"
-    for each in (folder / file.name, file):
-        save_for_process(job, each)
-    return file

@@ -37,7 +37,7 @@ UNLIMITED_GB = (100_000.0,)  # for what is not checked by its size
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the frozen weights: each block, and all else."""
+    """Bytes of the frozen weights, as held_bytes gives them: each block, and all else."""
 
     blocks: Sequence[int]
     rest: int
@@ -52,11 +52,6 @@ class Weights:
         return sum(self.blocks) + self.rest - self.per_card(degree)
 
 
-def shared_weights(job: JobConfig, subject: Subject) -> Weights:
-    """What processes share of a job whose scheme is decided."""
-    return Weights(*held_bytes(job.model, subject))
-
-
 def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> TrainingPlan:
     """The plan of one card; all processes do the same. What does not fit is planned all the same, with a warning.
 
@@ -65,7 +60,7 @@ def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> Tr
         degree: how many processes share one copy of the weights.
     Raises: ValueError for a count of blocks that the model does not have; NoForecast.
     """
-    weights = shared_weights(job, subject)
+    weights = Weights(*held_bytes(job.model, subject))
     elsewhere = weights.elsewhere(degree)
     split = replace(job.split, devices=(), split_at=(), balance="memory", memory_limit_gb=UNLIMITED_GB)
     train = replace(job.train, offload_activations="off")  # which these strategies do without
@@ -204,7 +199,7 @@ def _resolve_as(
         if fault := _why_not_sharded(job, ranks):
             raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
         degree, scheme = shard_degree(job, strategy, ranks), requested(own.model.quantize) or "none"
-        weights = shared_weights(replace(own, model=replace(own.model, quantize=scheme)), subject)
+        weights = Weights(*held_bytes(replace(own.model, quantize=scheme), subject))
         needed, free = weights.per_card(degree), free_bytes(ranks.devices[0])
         if free is not None and needed > _FREE_SHARE * free:
             raise ValueError(

@@ -14,7 +14,7 @@ from devicebridge.config.job import save_job
 from devicebridge.data.samples import BatchOrder
 from devicebridge.jobs import resolve
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.rank_plans import plan_shared, shared_weights
+from devicebridge.jobs.rank_plans import Weights, held_bytes, plan_shared
 from devicebridge.jobs.read_job import read_job
 from devicebridge.planning.cards import Card
 from devicebridge.planning.search import HEADROOM
@@ -187,7 +187,7 @@ def _room_for(job, kept):
     one = dataclasses.replace(one, optimizer=dataclasses.replace(one.optimizer, name="adamw"))
     subject = read_job(job).subject
     (device,) = plan_shared(one, subject, Card(torch.device("cpu"), 10**12, 10**12), 2).devices
-    return int((device.needed + max(shared_weights(one, subject).blocks)) / (1 - HEADROOM)) + 2
+    return int((device.needed + max(Weights(*held_bytes(one.model, subject)).blocks)) / (1 - HEADROOM)) + 2
 
 
 def _planned_as_cards(folder):

@@ -11,8 +11,8 @@ from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, make_job, save_job
 from devicebridge.jobs.job import plan_job, run_job
-from devicebridge.jobs.place_by_size import Subject
-from devicebridge.jobs.rank_plans import plan_shared, resolve_here, shared_weights
+from devicebridge.jobs.place_by_size import Subject, held_bytes
+from devicebridge.jobs.rank_plans import Weights, held_bytes, plan_shared, resolve_here
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM
@@ -67,7 +67,7 @@ def _needed(plan: TrainingPlan) -> int:
 @pytest.mark.parametrize("size", ["18GB", pytest.param("20GB", marks=pytest.mark.long), "24GB", "141GB"])
 def test_as_many_of_the_last_blocks_keep_their_activations_as_leave_the_headroom_and_one_block(size, subject):
     found = plan_shared(_job(), subject, _card(size), 2)
-    (kept,), block = found.uncheckpointed, max(shared_weights(_job(), subject).blocks)
+    (kept,), block = found.uncheckpointed, max(Weights(*held_bytes(_job().model, subject)).blocks)
     room = (1 - HEADROOM) * _card(size).usable_bytes - block
     assert _needed(found) == _needed(plan_shared(_job(**_asked(kept)), subject, _card(size), 2)) <= room
     if size == "141GB":
@@ -109,7 +109,7 @@ def test_settings_of_one_process_alone_do_not_reach_the_plan(subject):
 
 
 def test_a_card_holds_its_share_of_the_weights_and_two_gathered_blocks(subject):
-    weights = shared_weights(_job("none"), subject)
+    weights = Weights(*held_bytes(_job("none").model, subject))
     device = plan_shared(_job("none"), subject, _card("141GB"), 2).devices[0]
     whole = sum(weights.blocks) + weights.rest
     assert device.weights == pytest.approx(whole / 2 + weights.rest + 2 * max(weights.blocks), rel=1e-3)
