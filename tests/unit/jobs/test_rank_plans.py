@@ -12,7 +12,7 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, make_job, save_job
 from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.place_by_size import Subject, held_bytes
-from devicebridge.jobs.rank_plans import Weights, held_bytes, plan_shared, resolve_here
+from devicebridge.jobs.rank_plans import Weights, plan_shared, resolve_here
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM
