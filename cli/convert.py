@@ -37,7 +37,7 @@ def convert(options: argparse.Namespace) -> int:
     text = "".join(f"# {line}\n" for line in comments).encode() + b"\n" + toml_bytes(values)
     if options.output:
         write_atomically(options.output, text)
-        say("\n".join(notes), sys.stderr)
+        say("\n".join([f"{options.output} is written; devicebridge check reads it", *notes]), sys.stderr)
     else:
         say(text.decode())
     return 0
@@ -52,7 +52,7 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
     Raises: ValueError for a file that cannot be read, that no trainer known here writes, or with a value that no job
         takes, naming file, key and line.
     """
-    values, text = ({"train_data_dir": str(path)}, "") if path.is_dir() else read_values(path)
+    values, text = ({"train_data_dir": str(path.resolve())}, "") if path.is_dir() else read_values(path)
     made = Made(path, text, _recognise(values, path))
     try:
         _READERS[made.trainer](made, values)
@@ -142,9 +142,10 @@ def _kohya(made: Made, values: Any) -> None:
         general = {**of_folders, **config.get("general", {}), **_without(dataset, "subsets")}
         made.take_folders(dataset.get("subsets", [{}]), general)
     for is_regularisation, place in places.items() if not config.get("datasets") else ():
-        for folder in _repeated_folders(Path(place)) if place else ():
+        for folder in _repeated_folders(made.find(place) or Path(place)) if place else ():
             made.take(of_folders, " folder", folder)
             made.folders.append({**folder, **({"regularisation": True} if is_regularisation else {})})
+    _repeat_regularisation(made)
     made.take(_without(settings, *of_folders))
     if made.own.get("epochs_first"):  # which count over steps
         made.own["epochs"] = made.own["epochs_first"]
@@ -186,6 +187,8 @@ def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
                 made.set("optimizer.text_encoder_learning_rate", float(rate))
         else:
             made.leave("text_encoder_lr", rate, "text encoders are trained of a checkpoint in one file")
+    elif "text_rate" in made.own and rate not in (0, "0"):
+        made.leave("text_encoder_lr", rate, "text encoders of Stable Diffusion alone are trained")
     if (file := made.own.get("prompt_file")) and not str(file).endswith((".json", ".toml")):
         text = read_ordinary(made.beside(file), MOST_BYTES, "a text file of prompts").decode("utf-8-sig")
         lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
@@ -193,6 +196,17 @@ def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
     if (weight := float(made.own.get("prior_weight", 1))) != 1:
         for folder in made.folders:
             folder |= {"loss_weight": weight} if folder.get("regularisation") else {}
+
+
+def _repeat_regularisation(made: Made) -> None:
+    """Images of regularisation as often in all as the others, which sd-scripts repeats them to be."""
+    draws = {False: 0, True: 0}
+    for each in made.folders:
+        draws[each.get("regularisation", False)] += _num_images(each) * each.get("repeats", 1)
+    if draws[True] and draws[True] < draws[False]:
+        for each in made.folders:
+            if each.get("regularisation"):
+                each["repeats"] = max(round(each.get("repeats", 1) * draws[False] / draws[True]), 1)
 
 
 def _parts(value: Any) -> list[str]:
@@ -215,8 +229,12 @@ def _repeated_folders(root: Path) -> list[dict[str, Any]]:
 def _one_trainer(made: Made, values: Any) -> None:
     concepts = values
     if isinstance(values, dict):
-        made.take(dict(flat(_without(values, "concepts", "concept_file_name", "samples"))))
-        made.take({"samples": [each for each in values.get("samples") or () if each.get("enabled", True)]})
+        file = values.get("sample_definition_file_name")
+        samples = values.get("samples") or (made.read_beside(file) if file and made.find(file) else ())
+        made.take(
+            dict(flat(_without(values, "concepts", "concept_file_name", "samples", "sample_definition_file_name")))
+        )
+        made.take({"samples": [each for each in samples if each.get("enabled", True)]})
         concepts = values.get("concepts") or (
             made.read_beside(values["concept_file_name"]) if "concept_file_name" in values else ()
         )
@@ -235,6 +253,8 @@ def _one_trainer(made: Made, values: Any) -> None:
             made.set(key, int(count))
         elif unit == "EPOCH":
             made.own[f"{what}_epochs"] = count
+        elif unit not in (None, "NEVER"):
+            made.leave(f"{what}_{'every' if what == 'save' else 'after'}", f"{count} {unit}", f"{key} counts steps")
     made.own["ema"] = made.own.get("ema", "OFF") != "OFF"
     if isinstance(values, dict) and values.get("clip_grad_norm", 1) is None:
         made.set("train.clip_norm", 0)
@@ -286,6 +306,7 @@ def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
     if transformer := own.get("transformer"):
         made.set("model.path", transformer)
     notes = _name_encoders(made)
+    made.anchor()
     resolutions = [each.get("resolutions") for each in made.folders]
     if made.folders and resolutions[0] and all(each == resolutions[0] for each in resolutions):
         made.set("data.resolutions", resolutions[0])
@@ -402,10 +423,10 @@ def _count_steps(made: Made) -> None:
     """Steps of so many epochs, counted from the images of the folders where these are there."""
     images = 0
     for each in made.folders:
-        root = Path(each["path"])
-        media = sum(map(is_media, root.iterdir())) if root.is_dir() else 0
         sizes = each.get("resolutions") or made.get("data.resolutions") or [0]
-        images += media * each.get("repeats", 1) * (1 if made.trainer == "OneTrainer" else len(sizes))  # it draws one
+        images += (
+            _num_images(each) * each.get("repeats", 1) * (1 if made.trainer == "OneTrainer" else len(sizes))
+        )  # it draws one
     per_step = (made.get("train.batch_size") or 1) * (made.get("train.gradient_accumulation_steps") or 1)
     keys = {"epochs": "train.steps", "save_epochs": "output.save_every_steps", "sample_epochs": "samples.every_steps"}
     for name, key in keys.items():
@@ -418,3 +439,8 @@ def _count_steps(made: Made) -> None:
                 made.set(key, min(steps, said or steps))
         elif epochs and made.get(key) is None:
             made.leave(name, epochs, f"{key} counts steps, and no image is there to count them by")
+
+
+def _num_images(folder: Values) -> int:
+    root = Path(folder["path"])
+    return sum(map(is_media, root.iterdir())) if root.is_dir() else 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from ..config.job import job_keys
+from ..config.job import STOCK_FILES, job_keys
 from ..config.ranges import parse_toml
 from ..system.files import read_ordinary
 
@@ -87,7 +87,8 @@ class Made:
                 value = _CHANGES[change](value)
             value = None if value is None else _as_kind(value, full)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):
-            self.leave(name, value, "there is nothing like it here" + (f", but {', '.join(words)}" if words else ""))
+            now = self.get(key) or (job_keys()[full].default if full in job_keys() else "")
+            self.leave(name, value, "there is nothing like it here" + (f", so {full} is {now!r}" if now else ""))
             return
         if value is None:
             return
@@ -123,12 +124,28 @@ class Made:
         self.text += text
         return values
 
-    def beside(self, name: Any) -> Path:
-        """A file that this one names: from its folder, one of the two above, or where we are."""
+    def find(self, name: Any) -> Path | None:
+        """A file or folder that this file names: from its folder, one of the two above, or where we are."""
         places = [*self.path.resolve().parents[:3], Path.cwd()]
-        if found := next((place / str(name) for place in places if (place / str(name)).is_file()), None):
+        return next((place / str(name) for place in places if (place / str(name)).exists()), None)
+
+    def beside(self, name: Any) -> Path:
+        """A file that this one names. Raises: ValueError if it is not there."""
+        if (found := self.find(name)) and found.is_file():
             return found
-        raise ValueError(f"{self.path} names {name}, which is not there; it was looked for from {places[0]}")
+        place = self.path.resolve().parent
+        raise ValueError(f"{self.path} names {name}, which is not there; it was looked for from {place}")
+
+    def anchor(self) -> None:
+        """Relative paths to what is there become absolute: a job's start at its own folder."""
+        for key in job_keys().values():
+            sections = self.folders if key.section == "data.folders" else [self.values.get(key.section, {})]
+            for section in sections if key.is_path or key.path in STOCK_FILES else ():
+                given = section.get(key.name)
+                if isinstance(given, list):
+                    section[key.name] = [str(self.find(each) or each) for each in given]
+                elif given:
+                    section[key.name] = str(self.find(given) or given)
 
     def take_folders(self, given: Any, general: Values | None = None) -> None:
         for each in given or ():

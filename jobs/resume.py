@@ -109,8 +109,8 @@ def find_state(job: JobConfig, *, resume: Resume) -> TrainingState | None:
         return state
     if found := list_checkpoints(folder):
         raise ValueError(
-            f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it, or choose another "
-            "output.folder"
+            f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it (--resume, or "
+            "--continue with other settings), or choose another output.folder"
         )
     return None
 
@@ -202,6 +202,10 @@ def go_on(
             is resumed as the run that it was. True takes other cards alone, where they give the same bits.
     Raises: ValueError naming what differs and cannot, before weights are loaded.
     """
+    if resume == "continue" and state.step > read.job.train.steps:
+        raise ValueError(
+            f"train.steps = {read.job.train.steps}, but {state.path} has done {state.step}; raise it to go on"
+        )
     own = replace(state, facts=state.own)
     if all(_differing(read.job, identity, each, is_placed_anew) for each in (state, own)):
         if resume == "continue":

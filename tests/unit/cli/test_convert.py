@@ -588,3 +588,26 @@ def test_the_texts_of_this_file_are_what_other_readers_see(tmp_path):
     with pytest.raises(json.JSONDecodeError):
         json.loads(SIMPLE_TUNER.format(tmp_path))
     shutil.rmtree(tmp_path)
+
+
+def test_images_of_regularisation_are_repeated_as_often_as_there_are_others(folder):
+    """sd-scripts: until their number is that of the images with repeats. 5 x 10 + 5 x 2 images, 5 of regularisation."""
+    path = _write(folder, "kohya", 'train_data_dir = "{0}/images"', 'train_data_dir = "images"\nreg_data_dir = "more"')
+    values, _, _ = convert_file(path)
+    assert [each["repeats"] for each in values["data"]["folders"]] == [10, 2, 12]
+    assert values["train"]["steps"] == 4 * 60 and values["data"]["folders"][2]["regularisation"]
+    assert values["data"]["folders"][0]["path"] == str(folder / "images" / "10_my_cat")  # a job lies elsewhere
+
+
+def test_prompts_of_a_file_are_read_and_without_one_there_are_none(folder):
+    samples = '"samples": [{{"prompt": "a cat", "enabled": true}}, {{"prompt": "x", "enabled": false}}]'
+    path = _write(folder, "OneTrainer", samples, '"samples": null, "sample_definition_file_name": "samples.json"')
+    assert "samples" not in convert_file(path)[0]
+    (folder / "samples.json").write_text('[{"prompt": "a dog", "enabled": true}]')
+    assert convert_file(path)[0]["samples"] == {"prompts": ["a dog"]}
+
+
+def test_what_cannot_be_converted_is_said_with_what_holds_in_its_place(folder):
+    _, notes, _ = convert_file(_write(folder, "kohya", '"cosine"', '"cosine_with_restarts"\ntext_encoder_lr = 5e-5'))
+    assert any("cosine_with_restarts" in note and "schedule.name is 'constant'" in note for note in notes)
+    assert any("text_encoder_lr = 5e-05" in note for note in notes)

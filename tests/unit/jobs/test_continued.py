@@ -186,6 +186,8 @@ def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun):
         section, _, name = key.partition(".")
         with pytest.raises(ValueError, match=rf"cannot go on with these settings(.|\n)*{key}: .* -> "):
             run_job(_changed(begun, **{section: {name: value}}), resume="continue")
+    with pytest.raises(ValueError, match="train.steps = 1, but .* has done 2"):
+        run_job(_changed(begun, train={"steps": 1}), resume="continue")
     file = next((Path(begun.model.path) / "transformer").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
     with pytest.raises(ValueError, match="cannot go on with these settings(.|\n)*model: the weights in the file have"):
