@@ -92,7 +92,9 @@ class Made:
             return
         if value is None:
             return
-        self.origins.setdefault(full, f"{name}{self._line(name)}")
+        found = re.search(rf"(?<!\w){re.escape(name.rpartition('.')[2])}[\"']?\s*[:=]", self.text)
+        line = f", line {self.text.count(chr(10), 0, found.start()) + 1}" if found else ""
+        self.origins.setdefault(full, f"{name}{line}")
         if key.startswith(":"):
             self.own[key[1:]] = [*self.own.get("clip", ()), value] if key == ":clip" else value
         elif folder is not None and "." not in key:
@@ -114,15 +116,6 @@ class Made:
     def get(self, key: str) -> Any:
         *sections, name = key.split(".")
         return functools.reduce(lambda values, each: values.get(each, {}), sections, self.values).get(name)
-
-    def _line(self, name: str) -> str:
-        found = re.search(rf"(?<!\w){re.escape(name.rpartition('.')[2])}[\"']?\s*[:=]", self.text)
-        return f", line {self.text.count(chr(10), 0, found.start()) + 1}" if found else ""
-
-    def read_beside(self, name: Any) -> Any:
-        values, text = read_values(self.beside(name))
-        self.text += text
-        return values
 
     def find(self, name: Any) -> Path | None:
         """A file or folder that this file names: from its folder, one of the two above, or where we are."""

@@ -41,6 +41,10 @@ _MOST_MESSAGE = 2000  # characters
 _MOST_STEPS = 1 << 62
 
 
+# An escape of what is no UTF-8, as names of files have it, which pydantic's reader refuses.
+_NO_UTF8 = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
+
+
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(allow_inf_nan=False))
 class RunRecord:
     """What a run says of itself.
@@ -119,7 +123,8 @@ def read_record(folder: Path) -> RunRecord | None:
     """The record of a run folder; None where there is none, or none that can be read."""
     try:
         text = read_ordinary(folder / RUN_FILE, _MOST_RECORD, "a record")
-        return replace(_RECORDS.validate_json(text, strict=True), folder=folder)
+        record, plain = _RECORDS.validate_json(_NO_UTF8.sub(b"?", text), strict=True), json.loads(text)
+        return replace(record, job=plain.get("job", {}), message=plain.get("message", ""), folder=folder)
     except (OSError, ValueError):
         return None
 
