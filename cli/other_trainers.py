@@ -117,6 +117,11 @@ class Made:
         *sections, name = key.split(".")
         return functools.reduce(lambda values, each: values.get(each, {}), sections, self.values).get(name)
 
+    def read_beside(self, name: Any) -> Any:
+        values, text = read_values(self.beside(name))
+        self.text += text
+        return values
+
     def find(self, name: Any) -> Path | None:
         """A file or folder that this file names: from its folder, one of the two above, or where we are."""
         places = [*self.path.resolve().parents[:3], Path.cwd()]
