@@ -109,8 +109,8 @@ def find_state(job: JobConfig, *, resume: Resume) -> TrainingState | None:
         return state
     if found := list_checkpoints(folder):
         raise ValueError(
-            f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it (--resume, or "
-            "--continue with other settings), or choose another output.folder"
+            f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it, continue it with "
+            "other settings, or choose another output.folder"
         )
     return None
 
