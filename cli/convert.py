@@ -23,7 +23,6 @@ from .other_trainers import MOST_BYTES, Made, Values, flat, read_values, rows_of
 
 _REPEATED = re.compile(r"(\d+)(?:_(.*))?")  # a folder of kohya's
 _WITHOUT_DECAY = ("adam", "adam8bit", "adam_8bit", "prodigy", "adafactor")  # where weight_decay is not said
-_FILES = (".safetensors", ".gguf", ".sft", ".ckpt", ".pt", ".pth", ".bin")
 _REQUIRED = {"model.path": "-", "train.steps": 1, "output.folder": "-"}  # with what a check of the rest takes for each
 
 
@@ -181,7 +180,7 @@ def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
         rate = made.given.get("learning_rate")
     is_stable_diffusion &= str(made.given.get("LoRA_type")).lower() not in ("flux1", "sd3")
     if network == "networks.lora" and is_stable_diffusion and not made.own.get("unet_only") and rate not in (0, "0"):
-        if str(made.get("model.path")).lower().endswith(_FILES):
+        if _is_file(made.get("model.path")):
             made.set("lora.text_encoder", True)
             if rate:
                 made.set("optimizer.text_encoder_learning_rate", float(rate))
@@ -363,19 +362,20 @@ def _check(made: Made) -> None:
         raise ValueError("\n".join([f"{made.path}: {first}", *told])) from error
 
 
-def _name_encoders(made: Made) -> list[str]:
-    def is_file(each: Any) -> bool:
-        return str(each).lower().endswith(_FILES)
+def _is_file(name: Any) -> bool:
+    return str(name).lower().endswith((".safetensors", ".gguf", ".sft", ".ckpt", ".pt", ".pth", ".bin"))
 
-    if is_file(made.get("model.path")):
+
+def _name_encoders(made: Made) -> list[str]:
+    if _is_file(made.get("model.path")):
         made.set("model.family", "comfyui")
     if vae := made.own.get("vae"):
-        made.set("cache.stock_vae" if is_file(vae) else "cache.vae", str(vae))
+        made.set("cache.stock_vae" if _is_file(vae) else "cache.vae", str(vae))
     clips = [one for each in made.own.get("clip", ()) for one in (each if isinstance(each, list) else [each])]
     for each in clips:
-        if not is_file(each):
+        if not _is_file(each):
             made.leave("text encoder", each, "a file of ComfyUI's text encoders is named in cache.stock_clip")
-    if not (files := [str(each) for each in clips if is_file(each)]):
+    if not (files := [str(each) for each in clips if _is_file(each)]):
         return []
     made.set("cache.stock_clip", files)
     if kind := made.own.get("clip_type"):
