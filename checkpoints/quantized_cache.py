@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ..quantization.quantize import QuantizeSettings, Stored8
+from ..quantization.quantize import ROUNDINGS, QuantizeSettings, Stored8
 from ..system.files import TEMPORARY_SUFFIX, sync_folder
 from .checkpoint import CheckpointInfo
 from .fingerprint import file_fingerprint, settings_fingerprint
@@ -40,8 +40,6 @@ from .quantized_files import read_scales
 
 _log = logging.getLogger(__name__)
 
-# Raise when the same inputs are rounded to other bits, or the files look different.
-_VERSION = 1
 _SHARD_BYTES = 10**9  # older safetensors hold a shard twice while they write it
 _INDEX = "index.json"
 _TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
@@ -81,7 +79,7 @@ def _name_and_key(info: CheckpointInfo, settings: QuantizeSettings, dtype: torch
     fingerprints = {file: file_fingerprint(file) for file in info.files}
     key = settings_fingerprint(
         {
-            "version": _VERSION + (not settings.is_compute),  # torchao rounded fp8 and int8 in the first
+            "version": ROUNDINGS.get(settings.scheme, 1),
             "tensors": {name: _described(record, fingerprints) for name, record in info.tensors.items()},
             "family": info.family.name,
             "config": info.config,

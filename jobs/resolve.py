@@ -246,6 +246,7 @@ def search_space(job: JobConfig) -> SearchSpace:
         resolution=job.data.largest_resolution,
         kahan=job.optimizer.kahan,
         has_ema=bool(job.train.ema_decay),
+        has_prior=bool(job.objective.masked_prior),
     )
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import torch
 
 from ..checkpoints.checkpoint import CheckpointInfo
@@ -27,6 +28,7 @@ from ..data.samples import dataset_fingerprint
 from ..encoding.encode import never
 from ..encoding.key import settings_fingerprint
 from ..parallel.placement import Placement
+from ..quantization.quantize import ROUNDINGS
 from ..runs.record import read_record
 from ..training.loop import checkpoint_folder
 from ..training.state import (
@@ -46,16 +48,29 @@ _log = logging.getLogger(__name__)
 _AGAIN = "delete it, and the run writes it again"
 _MAX_LINES = 5  # of what differs, in a note
 
-_FACTS: dict[str, type] = {
-    "config": dict,
-    "order": dict,
-    "losses": list,
-    "evaluations": dict,
-    "dataset": str,
-    "evaluation": str,
-    "model": list,
-    "placement": list,
-}
+_Number = Annotated[float, pydantic.Field(allow_inf_nan=False)]
+_Count = Annotated[int, pydantic.Field(ge=0)]
+
+
+class _Facts(pydantic.BaseModel, strict=True):
+    """What a state says beside its tensors, as far as it is read: people can edit it. Later versions added the last."""
+
+    config: dict[str, Any]
+    order: dict[Literal["epoch", "index"], _Count] = pydantic.Field(min_length=2)
+    losses: list[_Number]
+    evaluations: dict[Annotated[str, pydantic.Field(pattern="^[0-9]+$")], _Number]
+    dataset: str
+    evaluation: str
+    model: list[str]
+    placement: list[str]
+    start: str = ""
+    replicas: list[str] = []
+    row_shares: list[Annotated[_Number, pydantic.Field(gt=0)]] = []
+    loss_scale: Annotated[list[_Number], pydantic.Field(min_length=2, max_length=2)] = [1.0, 0]
+    what: list[str] = []
+    rounding: dict[str, int] = {}
+
+
 _IDENTITY = {
     "dataset": "data: images, captions or masks have changed",
     "evaluation": "evaluation: images, captions or masks have changed",
@@ -117,16 +132,16 @@ def find_state(job: JobConfig, *, resume: Resume) -> TrainingState | None:
 
 def check_facts(state: TrainingState) -> None:
     """Raises: DamagedCheckpoint for a state that no run can continue from."""
-    state.expect_facts(_FACTS)
-    losses, numbers = state.facts["losses"], (int, float)
-    if len(losses) != state.step or not all(type(loss) in numbers for loss in losses):
-        raise DamagedCheckpoint(f"{state.path} should hold the losses of {state.step} steps, and holds {len(losses)}")
-    order = state.facts["order"]
-    if not all(type(order.get(name)) is int for name in ("epoch", "index")):
-        raise DamagedCheckpoint(f"{state.path} does not say where the data stands, but {order}")
-    for step, loss in state.facts["evaluations"].items():
-        if not (step.isdecimal() and type(loss) in numbers):
-            raise DamagedCheckpoint(f"{state.path} says {loss!r} of the evaluation after step {step!r}")
+    try:
+        facts = _Facts.model_validate(state.facts)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DamagedCheckpoint(f"{state.path} is damaged: {place}: {first['msg']}") from error
+    if len(facts.losses) != state.step:
+        raise DamagedCheckpoint(
+            f"{state.path} should hold the losses of {state.step} steps, and holds {len(facts.losses)}"
+        )
 
 
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
@@ -152,6 +167,7 @@ def find_identity(read: ReadJob) -> dict[str, Any]:
         "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
         "model": [file_fingerprint(file) for file in read.info.files],
         "start": file_fingerprint(start) if start and Path(start).is_file() else "",  # a resumed run does not read it
+        "rounding": dict(ROUNDINGS),
     }
 
 
@@ -278,8 +294,10 @@ def differences(
     """A line for everything in which a job is another one than that of this state; [] for the same."""
     old, decided = job_of(state), as_decided(job, state)
     differing = differing_keys(replace(old, split=decided.split) if is_placed_anew else old, decided)
-    differing += [what for name, what in _IDENTITY.items() if state.facts.get(name) != identity[name]]
-    return differing
+    scheme, roundings = decided.model.quantize, (state.facts.get("rounding", {}), ROUNDINGS)
+    if scheme == old.model.quantize and len({each.get(scheme, 1) for each in roundings}) > 1:
+        differing.append(f"model.quantize: {scheme} rounded otherwise when the run began")
+    return differing + [what for name, what in _IDENTITY.items() if state.facts.get(name) != identity[name]]
 
 
 def job_of(state: TrainingState) -> JobConfig:

@@ -81,6 +81,7 @@ class Work:
 
     text: None where the model's description says how large it is.
     row_shares: of devices that share out the rows of each sample, relative to each other; the first one's part runs.
+    has_prior: whether a prediction of the model without its LoRA is held, which the loss compares with, too.
     """
 
     latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
@@ -90,6 +91,7 @@ class Work:
     lora: LoraSettings
     text: SampleText | None = None
     row_shares: tuple[float, ...] = ()
+    has_prior: bool = False
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
@@ -216,6 +218,7 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
     Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks.
     """
     family = info.family
+    prior = torch.empty_like(latents) if work.has_prior else None
     try:
         prediction = predict(
             family,
@@ -226,6 +229,8 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
             variant.training_guidance,
         )
         loss = prediction_loss(prediction, latents.clone())
+        if prior is not None:
+            loss = loss + prediction_loss(prediction, prior)
         del prediction
         loss.backward()
     except _BY_FOREIGN_CODE as error:

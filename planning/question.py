@@ -53,6 +53,7 @@ class SearchSpace:
         is_cut_by_time: whether the slowest stage decides the cut, whatever the strategy.
         resolution: the largest of the job, in pixels along a square's side.
         kahan, has_ema: what an optimizer keeps besides; see optimizer_bytes.
+        has_prior: whether each micro-batch passes forwards without the LoRA first (objective.masked_prior).
     """
 
     schemes: tuple[str, ...]
@@ -74,6 +75,7 @@ class SearchSpace:
     resolution: int
     kahan: bool = False
     has_ema: bool = False
+    has_prior: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,7 @@ class Question:
             lora=space.lora,
             text=self.text,
             row_shares=self.row_shares,
+            has_prior=space.has_prior,
         )
 
     def forecaster(self, setting: Setting) -> Forecaster:
@@ -324,7 +327,9 @@ class Question:
             shape = self.model.latent_shape(self.picture[:2], self.picture[2])
             if prod(shape) > work.batch_size * prod(work.latent_shape):  # else a forward of training takes as much
                 text = None if work.text is None else work.text.without_streams
-                picture = self.model.dry_run(replace(work, latent_shape=shape, batch_size=1, text=text), kernels)
+                picture = self.model.dry_run(
+                    replace(work, latent_shape=shape, batch_size=1, text=text, has_prior=False), kernels
+                )
         optimizer = optimizer_bytes(setting.optimizer, space.lora.dtype, kahan=space.kahan, ema=space.has_ema)
         if self.replica is not None:
             # With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment,

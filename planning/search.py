@@ -199,7 +199,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
         return found
     # Blocks stream, too, where the fastest of several cards is too small for the blocks that it should compute. No step
     # with every block recomputed is shorter than this: the fastest card computes all, or all cards share evenly.
-    whole = [3 * sum(question.seconds(card, setting.scheme)) for card in question.cards]
+    whole = [(3 + question.space.has_prior) * sum(question.seconds(card, setting.scheme)) for card in question.cards]
     shortest = 1 / sum(1 / each for each in whole) if has_stages(setting.strategy) else min(whole)
     if min(found.time, best) <= HOST_GAIN * question.space.accumulation * shortest:
         return found
@@ -369,12 +369,13 @@ class _CutSearch:
         found = forecaster.device(card.name, plan)
         if self._missing(plan, found) > 0:
             return None
-        # A micro-batch's forward and backward, and its forward again where blocks are recomputed.
-        seconds = self._seconds[plan.stage]
-        computing = 2 * (seconds[plan.end] - seconds[plan.start]) + (seconds[plan.first_spared] - seconds[plan.start])
-        # Beside the kernels: weights for the forward and once more for the backward, inputs there and back.
+        # A micro-batch's forward and backward, one without the LoRA, and its forward again where blocks are recomputed.
+        seconds, passes = self._seconds[plan.stage], 2 + self._space.has_prior
+        recomputing = seconds[plan.first_spared] - seconds[plan.start]
+        computing = passes * (seconds[plan.end] - seconds[plan.start]) + recomputing
+        # Beside the kernels: weights for each forward and once more for the backward, inputs there and back.
         streamed = forecaster.streamed_bytes(plan)
-        streaming = 2 * streamed / link
+        streaming = passes * streamed / link
         copying = streaming + 2 * forecaster.leaving(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
         return Stage(plan, found, time, found.needed / max(1, card.usable_bytes), streamed)

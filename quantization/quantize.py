@@ -36,6 +36,8 @@ SCHEMES: tuple[Scheme, ...] = tuple(ROUNDED)  # that round
 
 # Those that round, the fastest first; the last works wherever torch does.
 BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
+# How a scheme rounds, where that is not as it was at first: raise it when the same weights get other bits.
+ROUNDINGS: Mapping[str, int] = {"fp8": 2, "int8": 2}  # torchao was the first
 QUANTIZED = "quantized"
 KEPT = "kept in full precision"
 NOT_LINEAR = "not a linear layer"

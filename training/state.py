@@ -69,13 +69,6 @@ class TrainingState:
     path: Path | None = None
     own: dict[str, Any] = field(default_factory=dict)
 
-    def expect_facts(self, kinds: Mapping[str, type]) -> None:
-        """Raises: DamagedCheckpoint naming the file, and the fact that is missing or of another kind."""
-        assert self.path is not None
-        for name, kind in kinds.items():
-            with _as_damage(self.path / _STATE):
-                expect(self.facts.get(name), kind, f"{self.path / _STATE}: {name}", "it is damaged")
-
 
 def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
     """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns the new folder.

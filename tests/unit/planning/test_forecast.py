@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,14 +130,14 @@ def _forecast(tiny, cut, kept, accumulation, scheme, *, swapped=(0, 0), offloads
     return {card: forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
 
 
-def _dry_run(tiny: Any, shape: tuple[int, int, int, int], scheme: str) -> StepCost:
+def _dry_run(tiny: Any, shape: tuple[int, int, int, int], scheme: str, **given: Any) -> StepCost:
     import diffusers
 
     family = tiny.family
     with torch.device("meta"):
         model = getattr(diffusers, family.transformer_class)(**tiny.transformer_config)
     quantize = None if scheme == "none" else QuantizeSettings(scheme)
-    work = Work(shape, 1, torch.float32, quantize, LORA)
+    work = Work(shape, 1, torch.float32, quantize, LORA, **given)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     return dry_run_step(model, _info(family, tiny.transformer_config), _variant(tiny), work, kernels)
 
@@ -175,6 +176,13 @@ def test_forecast_is_what_emulated_cards_hold(name, cut, kept, accumulation, sch
     errors = {str(card): forecast[card] / measured[card] - 1 for card in measured}
     # 3.4 % below where a SiLU's backward is the peak: autograd takes it apart for tensor subclasses like emulated ones.
     assert all(-0.035 < error < 0.025 for error in errors.values()), errors
+
+
+def test_a_prediction_without_the_lora_is_held_from_before_the_blocks_to_the_loss():
+    shape = _tiny("flux2").latent_shape
+    plain, held = (_dry_run(_tiny("flux2"), shape, "none", has_prior=each) for each in (False, True))
+    size = 4 * math.prod(shape)
+    assert held.front - plain.front == size and held.tail >= plain.tail
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("none", marks=pytest.mark.long), "int8-compute"])

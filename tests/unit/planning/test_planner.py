@@ -333,6 +333,15 @@ def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     assert stage.plan.num_offloaded == 10 and stage.forecast.weights == 2 * GB and stage.share > 1
 
 
+def test_a_forward_without_the_lora_is_a_pass_more_of_blocks_and_of_copies():
+    """10 blocks of a second: a forward, it again, a backward, and the one of objective.masked_prior."""
+    held: Any = {"objective": {"masked_prior": 0.5}}
+    whole = _made_up(make_cards(100), ONES, split={"blocks_without_checkpointing": [0]}, **held)
+    assert plan_training(whole).step_s == pytest.approx(40)
+    slow = plan_training(_made_up(make_cards(8), ONES, link=GB / 4, **held))
+    assert slow.step_s == pytest.approx(3 * slow.offloaded[0] * 4 + UNHIDDEN * 40)
+
+
 def test_a_cut_that_takes_less_of_the_host_is_found():
     """The first card is so fast that it would take all blocks, and the host has no room for as many."""
     cards = make_cards(5, 5, speeds=(10.0, 1.0))
