@@ -16,12 +16,13 @@ from typing import Any
 
 from ..config.job import make_job
 from ..config.ranges import toml_bytes
-from ..data.folders import is_media
+from ..data.caption_files import own_captions
+from ..data.captions import Tables
+from ..data.folders import is_media, repeats_of
 from ..system.files import read_ordinary, write_atomically
 from ..system.telling import printable, say
 from .other_trainers import MOST_BYTES, Made, Values, flat, read_values, rows_of, tables
 
-_REPEATED = re.compile(r"(\d+)(?:_(.*))?")  # a folder of kohya's
 _WITHOUT_DECAY = ("adam", "adam8bit", "adam_8bit", "prodigy", "adafactor")  # where weight_decay is not said
 _REQUIRED = {"model.path": "-", "train.steps": 1, "output.folder": "-"}  # with what a check of the rest takes for each
 
@@ -133,96 +134,81 @@ def _diffusion_pipe(made: Made, values: Any) -> None:
 def _kohya(made: Made, values: Any) -> None:
     given = dict(_arguments(values))
     config = made.read_beside(given["dataset_config"]) if given.get("dataset_config") else given
-    places = {False: given.get("train_data_dir"), True: given.get("reg_data_dir")}
     settings = _without(given, "datasets", "general", "dataset_config", "train_data_dir", "reg_data_dir")
+    network = str(settings.get("network_module") or "networks.lora")
+    for name in ("network_args", "optimizer_args"):  # name=value each, in a list or, as kohya_ss has it, in one text
+        parts = settings.pop(name, None) or ()
+        words = dict(str(part).partition("=")[::2] for part in (parts.split() if isinstance(parts, str) else parts))
+        if name == "network_args" and network == "lycoris.kohya":
+            settings.setdefault("LoRA_type", words.pop("algo", "lora"))
+            if str(settings["LoRA_type"]).lower().endswith("lokr"):
+                settings["lokr_factor"] = words.pop("factor", None)
+        settings |= {f"{name}.{key}": value for key, value in words.items()}
     names = rows_of("kohya folder").keys() - rows_of("kohya").keys()
     of_folders = {name: value for name, value in settings.items() if name in names}
     for dataset in config.get("datasets") or ():
         general = {**of_folders, **config.get("general", {}), **_without(dataset, "subsets")}
         made.take_folders(dataset.get("subsets", [{}]), general)
-    for is_regularisation, place in places.items() if not config.get("datasets") else ():
-        for folder in _repeated_folders(made.find(place) or Path(place)) if place else ():
+    for name in ("train_data_dir", "reg_data_dir") if not config.get("datasets") else ():
+        for folder in _repeated_folders(made, given[name]) if given.get(name) else ():
             made.take(of_folders, " folder", folder)
-            made.folders.append({**folder, **({"regularisation": True} if is_regularisation else {})})
-    _repeat_regularisation(made)
+            made.folders.append({**folder, **({"regularisation": True} if name == "reg_data_dir" else {})})
     made.take(_without(settings, *of_folders))
+    _weigh_regularisation(made)
+    if made.get("data.caption_lines"):
+        made.leave("enable_wildcard", True, "a line of the file is drawn, and {a|b} in a caption stays as it is")
     if made.own.get("epochs_first"):  # which count over steps
         made.own["epochs"] = made.own["epochs_first"]
         made.values.get("train", {}).pop("steps", None)
-    _texts_of_kohya(made, is_stable_diffusion="pretrained_model_name_or_path" in given)
-
-
-def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
-    """Settings of kohya's whose values are texts of their own, and its LoRA on text encoders."""
-    network = str(made.own.get("network", "networks.lora"))
-    words = dict(part.partition("=")[::2] for part in _parts(made.own.get("network_args")))
-    if network == "lycoris.kohya":
-        made.take({"LoRA_type": words.pop("algo", "lora")})
-        if made.get("lora.kind") == "lokr" and words.get("factor", "").isdecimal():
-            made.set("lora.factor", int(words.pop("factor")))
-    elif not network.startswith("networks.lo"):
+    if not network.startswith("networks.lo") and network != "lycoris.kohya":
         made.leave("network_module", network, "there is nothing like it here")
-    if kind := tables()["words"]["clip_types"].get(
-        network.removeprefix("networks.lora_").removeprefix("networks.lokr_")
-    ):
-        made.own["clip_type"] = kind
-    for name, value in words.items():
-        made.leave(f"network_args {name}", value, tables()["reasons"]["targets"])
-    for part in _parts(made.own.get("optimizer_args")):
-        name, _, value = part.partition("=")
-        if name == "weight_decay":
-            made.set("optimizer.weight_decay", float(value))
-        else:
-            made.leave(f"optimizer_args {name}", value, tables()["reasons"]["options"])
-    rate = made.own.get("text_rate")
-    rate = rate[0] if isinstance(rate, list) and rate else rate
-    if rate is None and "unet_lr" in made.given:
-        rate = made.given.get("learning_rate")
-    is_stable_diffusion &= str(made.given.get("LoRA_type")).lower() not in ("flux1", "sd3")
-    if network == "networks.lora" and is_stable_diffusion and not made.own.get("unet_only") and rate not in (0, "0"):
-        if _is_file(made.get("model.path")):
-            made.set("lora.text_encoder", True)
-            if rate:
-                made.set("optimizer.text_encoder_learning_rate", float(rate))
-        else:
-            made.leave("text_encoder_lr", rate, "text encoders are trained of a checkpoint in one file")
-    elif "text_rate" in made.own and rate not in (0, "0"):
-        made.leave("text_encoder_lr", rate, "text encoders of Stable Diffusion alone are trained")
+    kind = network.removeprefix("networks.lora_").removeprefix("networks.lokr_")
+    if kind in tables()["words"]["clip_types"]:
+        made.own["clip_type"] = tables()["words"]["clip_types"][kind]
+    is_of_flow = str(given.get("LoRA_type")).lower() in ("flux1", "sd3") or "pretrained_model_name_or_path" not in given
+    _text_encoders_of_kohya(made, network == "networks.lora" and not is_of_flow)
     if (file := made.own.get("prompt_file")) and not str(file).endswith((".json", ".toml")):
         text = read_ordinary(made.beside(file), MOST_BYTES, "a text file of prompts").decode("utf-8-sig")
         lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
         made.set("samples.prompts", [re.split(r"\s--\w", line)[0] for line in lines])
-    if (weight := float(made.own.get("prior_weight", 1))) != 1:
-        for folder in made.folders:
-            folder |= {"loss_weight": weight} if folder.get("regularisation") else {}
 
 
-def _repeat_regularisation(made: Made) -> None:
-    """Images of regularisation as often in all as the others, which sd-scripts repeats them to be."""
-    draws = {False: 0, True: 0}
+def _text_encoders_of_kohya(made: Made, is_stable_diffusion: bool) -> None:
+    rate = made.own.get("text_rate")
+    rate = rate[0] if isinstance(rate, list) and rate else rate
+    if rate is None and "unet_lr" in made.given:
+        rate = made.given.get("learning_rate")
+    is_trained = is_stable_diffusion and not made.own.get("unet_only") and rate not in (0, "0")
+    if is_trained and _is_file(made.get("model.path")):
+        made.set("lora.text_encoder", True)
+        if rate:
+            made.set("optimizer.text_encoder_learning_rate", float(rate))
+    elif is_trained or "text_rate" in made.own and rate not in (0, "0"):
+        made.leave("text_encoder_lr", rate, "text encoders are trained of a Stable Diffusion checkpoint in one file")
+
+
+def _weigh_regularisation(made: Made) -> None:
+    """Its images as often in all as the others, which sd-scripts repeats them to be."""
+    draws, weight = {False: 0, True: 0}, float(made.own.get("prior_weight", 1))
     for each in made.folders:
-        draws[each.get("regularisation", False)] += _num_images(each) * each.get("repeats", 1)
-    if draws[True] and draws[True] < draws[False]:
-        for each in made.folders:
-            if each.get("regularisation"):
-                each["repeats"] = max(round(each.get("repeats", 1) * draws[False] / draws[True]), 1)
+        draws[each.get("regularisation", False)] += len(_images(each)) * each.get("repeats", 1)
+    times = max(1.0, draws[False] / draws[True]) if draws[True] else 1.0
+    for each in made.folders:
+        if each.get("regularisation"):
+            each["repeats"] = round(each.get("repeats", 1) * times)
+            each |= {"loss_weight": weight} if weight != 1 else {}
 
 
-def _parts(value: Any) -> list[str]:
-    """Of name=value, in a list or, as kohya_ss has it, in one text."""
-    return value.split() if isinstance(value, str) else list(map(str, value or ()))
-
-
-def _repeated_folders(root: Path) -> list[dict[str, Any]]:
-    """kohya's folders, <repeats>_<name>: the name is the caption of images without one. Else the folder itself."""
-    inner = sorted(root.iterdir()) if root.is_dir() else []
-    matches = [(each, _REPEATED.fullmatch(each.name)) for each in inner if each.is_dir()]
-    found = [
-        {"path": str(each), "repeats": int(m[1]), **({"caption": m[2]} if m[2] else {})}
-        for each, m in matches
-        if m and int(m[1])
-    ]
-    return found or [{"path": str(root)}]
+def _repeated_folders(made: Made, place: Any) -> list[dict[str, Any]]:
+    """kohya's folders, by the rule that trainings go by, or the folder itself; others are named."""
+    root = made.find(place) or Path(place)
+    parts = [each for each in sorted(root.iterdir()) if each.is_dir()] if root.is_dir() else []
+    found = {each: of for each in parts if (of := repeats_of(each.name)) and of[0]}
+    for each in parts if found else ():
+        if each not in found:
+            made.leave("folder", each.name, "names of folders have their repeats in front, as 10_name, up to 999")
+    made_of = [{"path": str(each), "repeats": count, "caption": name} for each, (count, name) in found.items()]
+    return [{key: value for key, value in each.items() if value} for each in made_of] or [{"path": str(root)}]
 
 
 def _one_trainer(made: Made, values: Any) -> None:
@@ -240,6 +226,9 @@ def _one_trainer(made: Made, values: Any) -> None:
     for each in concepts:
         if each.get("type") == "VALIDATION" or each.get("validation_concept"):
             made.set("evaluation.folder", each["path"])
+        elif each.get("type") == "PRIOR_PREDICTION" and each.get("enabled", True):
+            reason = "images are the targets here, and not what the model says without the LoRA"
+            made.leave("concept of type PRIOR_PREDICTION", each["path"], reason)
         elif each.get("enabled", True):
             counts_samples = each.get("balancing_strategy") == "SAMPLES"
             made.take_folders([_without(each, "balancing") if counts_samples else each])
@@ -278,7 +267,8 @@ def _simple_tuner(made: Made, values: Any) -> None:
         if each.get("type", "local") != "local":
             made.leave(str(each.get("id")), each["type"], "a folder on this machine is needed")
             continue
-        made.take_folders([each], whole)
+        lines = {"disable_multiline_split": False} if each.get("caption_strategy") == "textfile" else {}  # as theirs
+        made.take_folders([{**lines, **each}], whole)
         size, kind = made.own.pop("resolution", None), made.own.pop("resolution_type", "pixel_area")
         if kind == "pixel":
             made.leave(
@@ -314,6 +304,7 @@ def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
     if made.folders:
         made.set("data.folders", made.folders)
     _count_steps(made)
+    _name_further_lines(made)
     _draw_noise(made)
     names = [name for name, row in rows_of(made.trainer).items() if row == ["optimizer.name", "optimizers"]]
     if made.get("optimizer.weight_decay") is None and {str(made.given.get(each)).lower() for each in names} & {
@@ -425,7 +416,7 @@ def _count_steps(made: Made) -> None:
     for each in made.folders:
         sizes = each.get("resolutions") or made.get("data.resolutions") or [0]
         images += (
-            _num_images(each) * each.get("repeats", 1) * (1 if made.trainer == "OneTrainer" else len(sizes))
+            len(_images(each)) * each.get("repeats", 1) * (1 if made.trainer == "OneTrainer" else len(sizes))
         )  # it draws one
     per_step = (made.get("train.batch_size") or 1) * (made.get("train.gradient_accumulation_steps") or 1)
     keys = {"epochs": "train.steps", "save_epochs": "output.save_every_steps", "sample_epochs": "samples.every_steps"}
@@ -441,6 +432,20 @@ def _count_steps(made: Made) -> None:
             made.leave(name, epochs, f"{key} counts steps, and no image is there to count them by")
 
 
-def _num_images(folder: Values) -> int:
+def _images(folder: Values) -> list[Path]:
     root = Path(folder["path"])
-    return sum(map(is_media, root.iterdir())) if root.is_dir() else 0
+    return list(filter(is_media, sorted(root.iterdir()))) if root.is_dir() else []
+
+
+def _name_further_lines(made: Made) -> None:
+    """sd-scripts, but not musubi-tuner, reads the first line of a caption file."""
+    is_musubi = not made.given.keys().isdisjoint(("dit", "image_directory", "video_directory"))
+    if made.trainer != "kohya" or is_musubi or made.get("data.caption_lines"):
+        return
+    captions = ((path, own_captions(path, Tables())[0]) for each in made.folders for path in _images(each))
+    found = [path.name for path, texts in captions if texts and len(texts[0].splitlines()) > 1]
+    if not all(Path(each["path"]).is_dir() for each in made.folders):
+        found.append("of folders that are not here")
+    if found:
+        reason = "sd-scripts reads the first line of a caption file, and here all its lines are the caption; cut them"
+        made.leave("further lines of captions", ", ".join(found), reason)

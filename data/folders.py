@@ -43,7 +43,6 @@ _Cuts = tuple[tuple[int, ...], ...]
 
 _MASK_ENDS = ("_mask", "-masklabel")  # the second is another trainer's
 _CONDITION_END = "-condlabel"  # another trainer's, too: what an image is made of
-_REPEATED = re.compile(r"(\d{1,3})_(.*)")  # kohya's 10_cat; longer numbers are years and dates
 _BESIDE = re.compile(r"(?i)_?(masks?|controls?|references?|condition(ing|s)?|samples?|before|after|source|target)")
 _names = partial(first, most=5)  # of files, for a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
@@ -187,6 +186,12 @@ def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[],
 # --- listing ---------------------------------------------------------------------------------------------------------
 
 
+def repeats_of(name: str) -> tuple[int, str] | None:
+    """Of kohya's 10_cat 10 and "cat"; None of other names: longer numbers are years and dates."""
+    found = re.fullmatch(r"([0-9]{1,3})_(.*)", name)
+    return (int(found[1]), found[2]) if found else None
+
+
 def concepts(folder: FolderConfig, ask: Callable[[], None]) -> list[FolderConfig]:
     """The folder; or its sub-folders with images or clips, where it has none itself. 10_cat gives repeats 10, and cat
     as the caption of images that have none.
@@ -205,8 +210,8 @@ def concepts(folder: FolderConfig, ask: Callable[[], None]) -> list[FolderConfig
             raise ValueError(
                 f"{root}: has no images but sub-folders, and {part.name} seems to be no concept; name each"
             )
-        number, name = named.groups() if (named := _REPEATED.fullmatch(part.name)) else ("1", "")
-        repeats = int(number) * folder.repeats
+        number, name = repeats_of(part.name) or (1, "")
+        repeats = number * folder.repeats
         if not 0 < repeats <= MOST_REPEATS:
             raise ValueError(f"{part}: its name asks for {repeats} repeats, and 1 to {MOST_REPEATS} are possible")
         made.append(replace(folder, path=str(part), repeats=repeats, caption=folder.caption or name))

@@ -9,8 +9,9 @@ import pytest
 import yaml
 from devicebridge.cli.convert import convert_file
 from devicebridge.cli.main import main
-from devicebridge.config.job import load_job
+from devicebridge.config.job import FolderConfig, load_job
 from devicebridge.config.ranges import parse_toml, toml_bytes
+from devicebridge.data.folders import concepts
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 
 # Of each trainer: its file of a job as text, with {} for the folder of the test.
@@ -351,6 +352,12 @@ CHANGED = {
         ("network_dim = 8", "network_dim = 8\nnetwork_alpha = 4", "lora.alpha", 4.0),
         ('"networks.lora"', '"lycoris.kohya"\nunet_lr = 1e-4', "lora.kind", "lora"),
         ('"networks.lora"', '"lycoris.kohya"\nLoRA_type = "LyCORIS/LoHa"', "lora.kind", "loha"),
+        (
+            '["loraplus_lr_ratio=16"]',
+            '["algo=lokr", "factor=8"]\n[x]\nnetwork_module="lycoris.kohya"', "lora.factor", 8,
+        ),
+        ("caption_dropout_rate = 0.1", "enable_wildcard = true", "data.caption_lines", True),
+        ("caption_dropout_rate = 0.1", "enable_wildcard = true", "left", "enable_wildcard = True"),
         ('["weight_decay=0.1", "betas=0.9,0.99"]', '"weight_decay=0.2 betas=0.9,0.99"', "optimizer.weight_decay", 0.2),
         ("learning_rate = 1e-4", "learning_rate = 1e-4\nunet_lr = 5e-5", "optimizer.learning_rate", 5e-5),
         ("learning_rate = 1e-4", "learning_rate = 1e-4\nunet_lr = 5e-5", "left", "learning_rate = 0.0001"),
@@ -368,7 +375,7 @@ CHANGED = {
         ("xformers = true", "guidance_scale = 3.5\nmin_snr_gamma = 5", "objective.loss_weighting", "min_snr"),
         ("caption_dropout_rate = 0.1", 'caption_prefix = "A"', "data.folders.caption_template", ["A {{caption}}"] * 2),
         ("caption_dropout_rate = 0.1", "alpha_mask = true", "left", "as name_mask.png: alpha_mask"),
-        ('["loraplus_lr_ratio=16"]', '["algo=lokr"]', "left", "network_args algo = 'lokr'"),
+        ('["loraplus_lr_ratio=16"]', '["algo=lokr"]', "left", "network_args.algo = 'lokr'"),
         ('"AdamW8bit"', '"Prodigy"', "optimizer.name", "prodigy"),
         ('"cosine"', '"cosine_with_restarts"', "left", "lr_scheduler = 'cosine_with_restarts'"),
         ("max_train_epochs = 4", "max_train_steps = 1600", "train.steps", 1600),
@@ -438,6 +445,7 @@ CHANGED = {
         ('"--seed": 42', '"--max_grad_norm": 0.5', "train.clip_norm", 0.5),
         ('"--seed": 42', '"--caption_dropout_probability": 0.2', "data.caption_dropout", 0.2),
         ('"1024x768"', '"640"', "samples.height", 640),
+        ('"--seed": 42', '"--seed": 42', "data.caption_lines", True),
     ],
 }  # fmt: skip
 
@@ -611,3 +619,41 @@ def test_what_cannot_be_converted_is_said_with_what_holds_in_its_place(folder):
     _, notes, _ = convert_file(_write(folder, "kohya", '"cosine"', '"cosine_with_restarts"\ntext_encoder_lr = 5e-5'))
     assert any("cosine_with_restarts" in note and "schedule.name is 'constant'" in note for note in notes)
     assert any("text_encoder_lr = 5e-05" in note for note in notes)
+
+
+def test_further_lines_of_captions_are_named_where_their_trainer_leaves_them_out(folder, tmp_path):
+    """sd-scripts reads the first; with enable_wildcard one is drawn. musubi-tuner reads all, as ours does."""
+    for each in (folder / "images", folder / "data"):
+        shutil.copytree(each, tmp_path / each.name)
+    (tmp_path / "images" / "2_dog" / "image_0.txt").write_text("a dog\non a mat\n")
+    (tmp_path / "data" / "image_0.txt").write_text("a dog\non a mat\n")
+    drawn = "seed = 42\nenable_wildcard = true"
+    cases = ("kohya", "seed = 42", True), ("kohya", drawn, False), ("musubi", "mixed_precision", False)
+    for trainer, new, is_named in cases:
+        path = _write(folder, trainer, new.partition("\n")[0], new)
+        path.write_text(path.read_text().replace(str(folder / "images"), str(tmp_path / "images")))
+        (folder / "dataset.toml").write_text(MUSUBI_DATA.format(tmp_path))
+        found = [each for each in convert_file(path)[1] if "further lines of captions = 'image_0.png'" in each]
+        assert bool(found) == is_named, trainer
+    gone = _write(folder, "kohya", '"{0}/images"', '"{0}/gone"')
+    assert any("further lines of captions = 'of folders that are not here'" in each for each in convert_file(gone)[1])
+
+
+def test_a_concept_whose_target_is_the_models_own_word_is_left_out_by_name(folder):
+    path = _write(folder, "OneTrainer")
+    own = json.loads((folder / "concepts.json").read_text())
+    (folder / "concepts.json").write_text(json.dumps([*own, own[0] | {"type": "PRIOR_PREDICTION"}]))
+    values, notes, _ = convert_file(path)
+    assert len(values["data"]["folders"]) == 1 and values["train"]["steps"] == 40
+    assert any("PRIOR_PREDICTION" in each and str(folder)[:20] in each for each in notes)
+
+
+def test_folders_of_kohya_are_those_that_a_training_reads_so_and_others_are_named(folder, tmp_path):
+    for name in ("10_cat", "2019_trip", "5", "masks"):
+        shutil.copytree(folder / "data", tmp_path / name)
+    values, notes, _ = convert_file(tmp_path)
+    assert values["data"]["folders"] == [{"path": str(tmp_path / "10_cat"), "repeats": 10, "caption": "cat"}]
+    assert all(any(f"folder = '{each}'" in note for note in notes) for each in ("2019_trip", "5", "masks"))
+    shutil.rmtree(tmp_path / "masks")
+    made = concepts(FolderConfig(str(tmp_path)), lambda: None)
+    assert [(each.repeats, each.caption) for each in made] == [(10, "cat"), (1, ""), (1, "")]
