@@ -320,6 +320,7 @@ def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str
 
     Says "group <its id>" or "error <errno>" through tells. Returns the command's exit code.
     """
+    assert sys.platform != "win32"
     polite = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     defaults = [number for number in polite if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays in force
     for number in polite:
@@ -356,6 +357,7 @@ def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str
 
 def _end_orphans(group: int, timeout_s: float) -> int:
     """Ask all of a group to end, and kill what is left of it after timeout_s. Its leader is a child of ours."""
+    assert sys.platform != "win32"
     end = time.monotonic() + timeout_s
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGTERM)
@@ -370,6 +372,7 @@ def _end_orphans(group: int, timeout_s: float) -> int:
 
 def _end_like(code: int) -> int:
     """The exit code; where a signal ended the command, end by that signal too, without a second core dump."""
+    assert sys.platform != "win32"
     if code >= 0:
         return code
     import resource

@@ -35,6 +35,7 @@ LORA = Path("run") / "lora.safetensors"
 TRAIN = (("train", "job.toml"),)
 RESUME = (("train", "job.toml", "--resume"),)
 _STEPS = 2
+make_pipe = os.mkfifo if hasattr(os, "mkfifo") else Path.mkdir
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def set_key(section: str, name: str, value: Any = _MISSING) -> Spoil:
         if value is _MISSING:
             keys.pop(name, None)
         else:
-            os.mkfifo(folder / "pipe")
+            make_pipe(folder / "pipe")
             (folder / "loop").symlink_to(folder / "loop")
             keys[name] = copy.deepcopy(value)
         _write_job(folder, values)
@@ -241,7 +242,7 @@ def cut(share: float) -> Spoil:
 
 ODD_FILES: dict[str, Spoil] = {
     "missing": lambda path: path.unlink(), "a folder": _replaced(lambda path: path.mkdir()),
-    "a pipe": _replaced(os.mkfifo), "a link to itself": _replaced(lambda path: path.symlink_to(path)),
+    "a pipe": _replaced(make_pipe), "a link to itself": _replaced(lambda path: path.symlink_to(path)),
     "a link to /dev/zero": _replaced(lambda path: path.symlink_to("/dev/zero")),
     "a link to nothing": _replaced(lambda path: path.symlink_to("/nowhere/x")),
 }  # fmt: skip

@@ -198,7 +198,7 @@ def of_other_facts(key: str, value: Any, is_missing: bool = False) -> Spoil:
         facts[key] = value
         if is_missing:
             del facts[key]
-        path.write_text(json.dumps(facts))
+        path.write_text(json.dumps(facts), encoding="utf-8")
 
     return spoil
 

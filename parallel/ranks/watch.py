@@ -115,8 +115,8 @@ class Watch:
                 self.lost = names and f"{names} gave no sign of life for {limit_s:.0f} s"
                 for _, pid, where in (signs[rank].decode().split("\n") for rank in silent if machine and signs[rank]):
                     if where == machine:
-                        with suppress(ProcessLookupError):
-                            os.kill(int(pid), signal.SIGKILL)
+                        with suppress(OSError):  # it is gone
+                            os.kill(int(pid), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one way
         except RuntimeError:  # the store has ended with torchrun or its machine, which others notice, too
             return
         if self.lost and not self._is_over.wait(_SAVING_S) and not self._is_leaving:

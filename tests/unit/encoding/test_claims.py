@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -77,7 +76,7 @@ def test_a_killed_process_holds_nothing_and_what_it_left_is_removed(store):
         Claims(store).remove_left()
         assert temporary.exists(), "its writer is alive"
     finally:
-        process.send_signal(signal.SIGKILL if os.name != "nt" else signal.SIGTERM)
+        process.kill()
         process.wait()
     Claims(store).remove_left()
     assert not temporary.exists() and others.exists() and not list(Claims(store).folder.iterdir())

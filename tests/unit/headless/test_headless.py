@@ -114,7 +114,7 @@ def _workflow(tmp_path: Path) -> Path:
 
 def _is_alive(pid_file: Path) -> bool:
     try:
-        os.kill(int(pid_file.read_text()), 0)
+        os.kill(int(pid_file.read_text(encoding="utf-8")), 0)
     except ProcessLookupError:
         return False
     return True

@@ -174,7 +174,10 @@ def test_an_edited_caption_or_image_is_one_entry_and_a_renamed_file_none(job, tm
     data.rename(tmp_path / "data2")
     moved = _save_job(tmp_path, "moved", data={"folders": [{"path": str(tmp_path / "data2")}], "resolutions": [32]})
     shutil.move(tmp_path / "model", tmp_path / "model2")
-    Path(moved).write_text(Path(moved).read_text().replace(str(tmp_path / "model"), str(tmp_path / "model2")))
+    Path(moved).write_text(
+        Path(moved).read_text(encoding="utf-8").replace(str(tmp_path / "model"), str(tmp_path / "model2")),
+        encoding="utf-8",
+    )
     assert main(["cache", moved]) == 0 and _counts(calls) == (0, 0)
     Image.new("RGB", (40, 40), "red").save(tmp_path / "data2" / "renamed.png")
     assert main(["cache", moved]) == 0 and _counts(calls) == (0, 1)
@@ -201,6 +204,7 @@ def test_an_empty_caption_file_is_named_and_all_is_computed(job, tmp_path, caplo
 def _files_of_at_most(num_bytes):
     import resource
 
+    assert sys.platform != "win32"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

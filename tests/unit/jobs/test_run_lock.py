@@ -1,7 +1,6 @@
 """One run at a time in an output folder, and what a killed one leaves in it."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -46,7 +45,7 @@ def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path):
         with pytest.raises(RuntimeError, match=owner), run_lock(tmp_path / "run"):
             pass
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.communicate()
     with run_lock(tmp_path / "run"):
         pass

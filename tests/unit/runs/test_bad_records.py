@@ -1,7 +1,6 @@
 """Records, events and process marks that others have written: a bad one is shown as such, and hides no other."""
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from devicebridge.runs.store import RunStore
 from devicebridge.system import processes
 from devicebridge.system.files import expect
 from devicebridge.system.processes import own_mark
+from devicebridge.tests.bad_inputs import make_pipe
 
 MARK = asdict(own_mark())
 RECORD = {"status": "running", "process": MARK, "devices": ["cuda:0"], "steps": 9, "job": {}, "message": "", "since": 1}
@@ -92,7 +92,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "folders": lambda run: [
         (run / name).mkdir(parents=True) for name in ("run.json", "events.jsonl", "samples/1_0.png")
     ],
-    "pipes": lambda run: [run.mkdir(), os.mkfifo(run / "run.json"), os.mkfifo(run / "events.jsonl")],
+    "pipes": lambda run: [run.mkdir(), *(make_pipe(run / name) for name in ("run.json", "events.jsonl"))],
     "devices": lambda run: [run.mkdir(), *((run / f).symlink_to("/dev/zero") for f in ("run.json", "events.jsonl"))],
     "links to nothing": lambda run: [run.mkdir(), *((run / f).symlink_to(f) for f in ("run.json", "samples"))],
 }

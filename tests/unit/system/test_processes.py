@@ -71,14 +71,14 @@ def _is_over(pid: int) -> bool:
     except ProcessLookupError:
         return True
     status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    return status.exists() and status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def _wait_for(path: Path) -> int:
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        if path.exists() and path.read_text():
-            return int(path.read_text())
+        if path.exists() and path.read_text(encoding="utf-8"):
+            return int(path.read_text(encoding="utf-8"))
         time.sleep(0.05)
     raise AssertionError("the process did not start")
 
@@ -118,16 +118,16 @@ def test_a_process_is_asked_before_it_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
 @pytest.mark.parametrize(
-    ("number", "manner"),
+    ("name", "manner"),
     [
-        (signal.SIGKILL, "stubborn"),
-        *(pytest.param(each, "obedient", marks=pytest.mark.long) for each in (signal.SIGHUP, signal.SIGSEGV)),
+        ("SIGKILL", "stubborn"),
+        *(pytest.param(each, "obedient", marks=pytest.mark.long) for each in ("SIGHUP", "SIGSEGV")),
     ],
 )
-def test_a_process_and_its_children_end_with_us_however_we_end(tmp_path: Path, number: int, manner: str) -> None:
+def test_a_process_and_its_children_end_with_us_however_we_end(tmp_path: Path, name: str, manner: str) -> None:
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", PARENT, str(pid_file), manner]
-    assert _ends(_start_and_be_killed(number, 0.5, *command, ready=pid_file))
+    assert _ends(_start_and_be_killed(getattr(signal, name), 0.5, *command, ready=pid_file))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
