@@ -9,6 +9,7 @@ free today: another one would draw dropout elsewhere and sum gradients in anothe
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +32,9 @@ from ..parallel.devices import CPU, device_title, find_device, find_devices, fre
 from ..parallel.placement import Placement
 from ..parallel.ranks.group import Ranks
 from ..planning.cards import Card, cards_of
-from ..planning.costs import ModelCosts
-from ..planning.dry_run import NoForecast
-from ..planning.plan import TrainingPlan, plan_training
+from ..planning.costs import ModelCosts, latent_shape_of
+from ..planning.dry_run import NoForecast, Work, forward_on_meta
+from ..planning.plan import TrainingPlan, describe_work, plan_training
 from ..planning.question import (
     OFFLOADS,
     OPTIMIZERS,
@@ -314,7 +315,7 @@ def _plan_as_before(
     try:
         training = plan_on(job, subject, machine, cuts, () if before is None else before.row_shares)
     except NoForecast as error:
-        _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, error.reason)
+        _log.warning("%s", error)
         return None
     if training.warning:
         _log.warning("%s", training.warning)
@@ -334,11 +335,12 @@ def plan_on(
 
     Args:
         cuts, kept_shares: of the run that is resumed, as a Question has them.
-    Raises: ValueError if nothing fits.
+    Raises: ValueError if nothing fits; NoForecast.
     """
     assert machine.cards is not None
+    title = subject.info.family.title
     if fault := why_no_forecast(subject.info.family.native):
-        raise NoForecast(subject.info.family.title, fault)
+        raise NoForecast(title, fault, _time_by_work(job, subject, machine.cards))
     strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
     if shares_rows(strategy):
         _refuse_without_rows(subject)
@@ -361,7 +363,26 @@ def plan_on(
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,
     )
-    return plan_training(question)
+    try:
+        return plan_training(question)
+    except NoForecast as error:
+        raise NoForecast(title, error.reason, _time_by_work(job, subject, machine.cards)) from None
+
+
+def _time_by_work(job: JobConfig, subject: Subject, cards: Sequence[Card]) -> str:
+    """What is said of the time of a run whose memory nobody can tell; "" where a forward cannot be counted either."""
+    space, (height, width, frames) = search_space(job), subject.largest
+    shape = latent_shape_of(subject.info, subject.variant, (height, width), frames)
+    work = Work(shape, space.batch_size, space.dtype, None, space.lora, subject.text)
+    in_turn = space.accumulation
+    if space.strategies == ("data",):
+        in_turn = math.ceil(in_turn / len(cards))
+    try:
+        forward = forward_on_meta(subject.model, subject.info, subject.variant, work)
+    except NoForecast:
+        return ""
+    # once more for the backward, and for its recomputation
+    return describe_work(cards, forward, (3 + space.has_prior) * in_turn, job.train.steps)
 
 
 def refuse_block_settings(job: JobConfig) -> None:

@@ -69,21 +69,26 @@ class PlanTraining(io.ComfyNode):
 
         from ..jobs.job import plan_job
         from ..planning.cards import parse_cards
+        from ..planning.dry_run import NoForecast
         from ..planning.plan import describe_plan, describe_verdict, draw_plan, picture_of
 
-        entries = (*_SOCKETS, *_LATER)
+        entries, steps = (*_SOCKETS, *_LATER), sockets.get("steps", 1000)
         job = model.job(
             dataset,
-            train=read_section(LoopConfig, entries, sockets, steps=1),
+            train=read_section(LoopConfig, entries, sockets, steps=steps),
             lora=read_section(LoraSettings, entries, sockets),
             optimizer=read_section(OptimizerConfig, entries, sockets),
             output=OutputConfig(folder=str(folders.folder_in_output("devicebridge/plan", "plan"))),
         )
         known = parse_cards(cards) if cards.strip() else []
-        with nullcontext() if known else host.host_memory_freed(), model.prepared() as info:
-            plan = plan_job(job, known, info=info, should_stop=host.is_cancelled)
-        steps = sockets.get("steps", 1000)
+        view = host.NodeView(cls.hidden.unique_id)
+        try:
+            with nullcontext() if known else host.host_memory_freed(), model.prepared() as info:
+                plan = plan_job(job, known, info=info, should_stop=host.is_cancelled)
+        except NoForecast as error:  # no fault of the workflow's: the training runs
+            view.show_text(text := str(error))
+            return io.NodeOutput(text, *host.blocked(1), ui={"text": (text,)})
         text = describe_plan(plan, steps)
-        host.NodeView(cls.hidden.unique_id).show_text(". ".join(describe_verdict(plan, steps)))
+        view.show_text(". ".join(describe_verdict(plan, steps)))
         shown = {"text": (text,), "images": [folders.shown_picture(draw_plan(plan))]}
         return io.NodeOutput(text, picture_of(plan), ui=shown)

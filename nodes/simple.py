@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,8 +168,6 @@ class TrainLoraSimple(io.ComfyNode):
     def execute(
         cls, model: str, images: str, trigger_word: str, quality: str, name: str = "", **stock: Any
     ) -> io.NodeOutput:
-        from ..planning.dry_run import NoForecast
-
         word, name = trigger_word.strip(), run_name(name, trigger_word, images)
         run_folder(name)  # refuses it before captions are encoded
         (chosen,) = _run(cls, LoadModelForTraining, model=model, path="").args
@@ -183,8 +180,8 @@ class TrainLoraSimple(io.ComfyNode):
         (dataset,) = _run(cls, TrainingDatasetNode, folder=images, evaluation_folder=NONE, **words).args
         train["alpha"] = float(train["rank"])
         if host.list_gpus():
-            with suppress(NoForecast):  # what does not fit is refused before captions are encoded
-                _run(cls, PlanTraining, model=chosen, dataset=dataset, cards="", **train)
+            # what does not fit is refused before captions are encoded
+            _run(cls, PlanTraining, model=chosen, dataset=dataset, cards="", **train)
         given = {link: each for link, each in stock.items() if each is not None}
         given |= {"text_encoders": folders.OWN_PART, "vae": folders.OWN_PART, "cache_folder": DEFAULT_FOLDER}
         (dataset,) = _run(cls, CacheCaptionsAndLatents, model=chosen, dataset=dataset, **given).args

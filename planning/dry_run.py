@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import put_tensor
@@ -49,11 +50,12 @@ _BY_FOREIGN_CODE = (TypeError, AttributeError, LookupError, RuntimeError, Assert
 
 
 class NoForecast(ValueError):
-    """Nobody can tell what a step of this model holds; it can be trained all the same."""
+    """Nobody can tell what a step of this model holds; it can be trained all the same. time: of the run, if known."""
 
-    def __init__(self, title: str, reason: str) -> None:
-        super().__init__(f"there is no forecast for {title}: {reason}; it is trained split by size")
-        self.reason = reason
+    def __init__(self, title: str, reason: str, time: str = "") -> None:
+        self.reason, self.time = reason, time
+        said = f"there is no forecast of memory for {title}: {reason}; it is trained split by size"
+        super().__init__("; ".join(filter(None, [said, time])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,9 +213,20 @@ def _make_trainable(
 # ---- the step
 
 
+def forward_on_meta(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work) -> tuple[float, int]:
+    """Operations of a micro-batch's forward, and how many kernels compute it; of a whole model without numbers.
+
+    Raises: as step_on_meta.
+    """
+    latents = torch.empty(work.batch_shape, device=META)
+    with torch.inference_mode(False), torch.no_grad(), as_on_card(Kernels()), WorkMeter() as meter:
+        step_on_meta(model, info, variant, work, latents)
+    return meter.flops, meter.num_kernels
+
+
 def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
-    """A micro-batch as Trainer computes it, of a model without numbers. What is not needed any more is let go at once,
-    as there: dry runs count what is alive.
+    """A micro-batch as Trainer computes it, of a model without numbers; without gradients its forward alone. What is
+    not needed any more is let go at once, as there: dry runs count what is alive.
 
     Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks.
     """
@@ -228,11 +241,12 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
             _make_given(info, variant, work, latents),
             variant.training_guidance,
         )
-        loss = prediction_loss(prediction, latents.clone())
-        if prior is not None:
-            loss = loss + prediction_loss(prediction, prior)
-        del prediction
-        loss.backward()
+        if torch.is_grad_enabled():
+            loss = prediction_loss(prediction, latents.clone())
+            if prior is not None:
+                loss = loss + prediction_loss(prediction, prior)
+            del prediction
+            loss.backward()
     except _BY_FOREIGN_CODE as error:
         if family.host is None or isinstance(error, OneDeviceError):
             raise
@@ -342,6 +356,21 @@ class MemoryMeter(TorchDispatchMode):
 
     def _drop(self, key: int, storage: weakref.ref[Any]) -> None:
         self.live -= self._known.pop(key)[1]
+
+
+class WorkMeter(MemoryMeter):
+    """Counts operations and kernels of what runs without gradients. Blocks of ComfyUI's run once with them, before
+    their first forward, to learn what they write into."""
+
+    flops, num_kernels = 0.0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not torch.is_grad_enabled() and not func.is_view:
+            self.num_kernels += 1
+            if (count := flop_registry.get(func._overloadpacket)) is not None:
+                self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 _ATTENTION_BACKWARDS = {

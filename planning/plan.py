@@ -20,7 +20,7 @@ from .memory import DeviceForecast
 from .question import Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared
 from .refusal import describe_refusal
 from .search import HOST_GAIN, Found, Looked, find_fastest, fit
-from .times import ASSUMED_FLOPS_PER_S
+from .times import ASSUMED_FLOPS_PER_S, KERNEL_S
 
 _SEVERAL = 4  # micro-batches that a note speaks of
 _STEPS = 1000  # of a run, where nobody says how many
@@ -266,6 +266,22 @@ def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
     slowest = min(card.link_bytes_per_s for card in plan.cards) / 1e9
     link = f", at {slowest:.0f} GB/s between them" if shares_rows(plan.setting.strategy) else ""
     return (None, "") if seconds is None else (seconds, f"estimated from {source}{link}")
+
+
+def describe_work(cards: Sequence[Card], forward: tuple[float, int], num_forwards: int, steps: int) -> str:
+    """ "a step takes about 2.7 s, 1500 steps about 1 h 8 min (...)" of cards that compute one after the other; "" if a
+    card's speed is unknown.
+
+    Args:
+        forward: operations and kernels of a micro-batch's. num_forwards: a step takes the time of so many.
+    """
+    flops, num_kernels = forward
+    if not all(card.flops_per_s for card in cards):
+        return ""
+    seconds = num_forwards * max(flops / min(each.flops_per_s for each in cards), num_kernels * KERNEL_S)
+    source = f"estimated from operations and kernels of {num_forwards} forwards"
+    run = f"{steps} steps about {describe_duration(seconds * steps)}"
+    return f"a step takes about {_seconds(seconds)}, {run} ({source})"
 
 
 def _real_seconds(cards: Sequence[Card], seconds: float) -> float | None:

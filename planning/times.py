@@ -44,6 +44,10 @@ SCHEME_TIMES: Mapping[str, float] = {
 ASSUMED_FLOPS_PER_S = 50e12
 ASSUMED_LINK_BYTES_PER_S = PCIE_BYTES_PER_S
 
+# A kernel's launch in a training's forward, with what a LoRA adds: SDXL at 512² on an H200, which took 0.676 s for
+# three forwards of so many kernels, nearly all of it launching (docs/benchmarks.md).
+KERNEL_S = 0.676 / (3 * 4945)
+
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
 # Of a card's time and of what travels, by groups of heads: Wan and FLUX.2 on two H200 over links of 10 to 39 GB/s.
 GROUPS_TIME, SEEN_BY_GROUPS = 1.06, 0.5

@@ -61,7 +61,8 @@ def test_a_plan_knows_how_large_a_text_is_before_captions_are_encoded(found: dic
 
 def test_a_model_that_does_not_run_without_its_skips_is_planned_in_words(found: dict[str, Any]) -> None:
     says = found["plans"]["HunyuanDiT"]
-    assert says.startswith("there is no forecast for ComfyUI's HunYuanDiT: its forward does not")
+    assert says.startswith("there is no forecast of memory for ComfyUI's HunYuanDiT: its forward does not")
+    assert "a step takes about" in says
 
 
 def test_a_model_that_goes_by_the_sides_of_a_clip_is_planned_of_these_sides(found: dict[str, Any]) -> None:

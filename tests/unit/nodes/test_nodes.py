@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomlkit
@@ -30,6 +31,7 @@ from devicebridge.jobs import job as job_module
 from devicebridge.jobs.quantize_preview import preview_model
 from devicebridge.patches import ring_lse
 from devicebridge.planning import plan as plan_view
+from devicebridge.planning.dry_run import NoForecast
 from devicebridge.runs.record import KeptJobs
 from devicebridge.system.progress import describe_duration
 from devicebridge.tests import comfy_stub
@@ -777,6 +779,10 @@ def test_the_plan_node_shows_the_plan_of_the_job(nodes, host, sockets, monkeypat
     assert (job.model, job.split, job.data) == (model.model, model.split, data)
     assert [(card.total_bytes, card.speed) for card in named] == [(24 * 10**9, 1.0), (12 * 10**9, 0.5)]
     assert own == [] and calls == [] and later_calls, "ComfyUI lets go of its models only for a plan of its own cards"
+    without = NoForecast("a UNet", "no two blocks are alike", "7 steps take an hour")
+    monkeypatch.setattr(job_module, "plan_job", mock.Mock(side_effect=without))
+    output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | {"cards": ""})
+    assert output.args[0] == host.texts[-1] == output.ui["text"][0] and "7 steps take an hour" in output.args[0]
 
 
 def test_the_cache_node_hands_its_settings_on(nodes, host, sockets, monkeypatch):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
@@ -25,7 +26,15 @@ from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import Placement, block_names, place_offloaded
 from devicebridge.planning import dry_run as dry_run_module
 from devicebridge.planning.costs import BlockCost, StepCost, dry_run_step, sharing_rows
-from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work, step_on_meta
+from devicebridge.planning.dry_run import (
+    UNSEEN_CARD,
+    Kernels,
+    MemoryMeter,
+    Work,
+    as_on_card,
+    forward_on_meta,
+    step_on_meta,
+)
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
 from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
@@ -37,6 +46,7 @@ from devicebridge.tests.token_cases import PLAN, make_toy
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.objective import prediction_loss
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -515,3 +525,19 @@ def test_a_sample_that_cards_cannot_share_out_is_forecast_whole(monkeypatch):
     info, variant = SimpleNamespace(family=given), SimpleNamespace(training_guidance=None)
     with pytest.raises(OneDeviceError):
         step_on_meta(None, info, variant, Work((1, 1, 1, 1), 1, torch.float32, None, LORA), torch.empty(1))
+
+
+@pytest.mark.parametrize("name", ["flux2", "wan"])
+def test_a_forward_is_counted_as_torch_counts_it(name: str) -> None:
+    tiny = TINY[name]
+    info, variant = _info(tiny.family, tiny.transformer_config), _variant(tiny)
+    with torch.device("meta"):
+        model = getattr(diffusers, tiny.family.transformer_class)(**tiny.transformer_config)
+        latents = torch.empty(2, *tiny.latent_shape)
+    work = Work(tiny.latent_shape, 2, torch.float32, None, LORA)
+    flops, num_kernels = forward_on_meta(model, info, variant, work)
+    with torch.no_grad(), as_on_card(Kernels()), FlopCounterMode(display=False) as expected:
+        step_on_meta(model, info, variant, work, latents)
+    assert flops == expected.get_total_flops() > 0
+    linears = sum(isinstance(each, torch.nn.Linear) for each in model.modules())
+    assert linears < num_kernels < 40 * linears

@@ -10,6 +10,7 @@ from devicebridge.planning.plan import (
     TrainingPlan,
     describe_plan,
     describe_verdict,
+    describe_work,
     plan_training,
     plan_values,
     step_seconds,
@@ -101,3 +102,16 @@ def test_what_torch_calls_a_card_is_recognised_and_its_cousins_are_not():
         "cpu",
     ):  # fmt: skip
         assert kind_called(name) is None, name
+
+
+@pytest.mark.parametrize(
+    ("cards", "forward", "said"),
+    [
+        ("2x3090", (1e13, 10), "a step takes about 3.7 s, 1000 steps about 61 min"),  # 3 * 4e13 / (0.46 * 71e12)
+        ("4090,3090", (1e13, 10), "a step takes about 3.7 s, 1000 steps about 61 min"),
+        ("2x3090", (1e9, 4945), "a step takes about 2.7 s, 1000 steps about 45 min"),  # 4 * 0.676
+        ("7GB", (1e13, 10), ""),
+    ],
+)
+def test_without_a_plan_a_step_takes_its_operations_or_the_launches_of_its_kernels(cards, forward, said):
+    assert describe_work(parse_cards(cards), forward, 12, 1000).startswith(said)
