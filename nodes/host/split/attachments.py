@@ -1,13 +1,13 @@
 """What other nodes attached to a split MODEL, and how it is made right for a model on several cards.
 
-ComfyUI calls some attachments through transformer_options, so each of their runs is seen. Others are inside the modules
-and run unseen: object patches, injections, forwards and hooks on a layer. Any of them may keep state from call to call,
-so forwards are not interleaved beside them, but for ComfyUI's own bypass LoRA and blocks compiled one by one. Whatever
-their authors brought along lies on the main card:
+ComfyUI calls some attachments through transformer_options, so each run is seen. Others are inside the modules and run
+unseen: object patches, injections, forwards and hooks on a layer. Any may keep state from call to call, so forwards are
+not interleaved beside them, but for ComfyUI's own bypass LoRA and blocks compiled one by one. Their own tensors are on
+the main card:
 
-- A patch gets its tensors there, and what it returns goes back to where the block computes.
+- A patch gets its tensors there, and its result goes back to the block's card.
 - A block replacement calls the block, so it runs on the block's card with its arguments brought there.
-- What either writes into its arguments is carried back to where they came from (parallel/local/borrow.py).
+- What either writes into its arguments is carried back (parallel/local/borrow.py).
 - ControlNet residuals travel, when they are taken out, to the card that has just computed.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,10 @@ _OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict 
 # Entries of transformer_options that are looked at by name, or are ComfyUI's own and plain.
 _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, OVERRIDE, "wrappers", "callbacks", "model_patcher"})
 
+_ONLY_A_SHARE = (
+    "each card of this split computes {}, and {} of another node works in or between the blocks, where it would see "
+    "only those. Use way 'blocks' in the split node, or take that node out"
+)
 # Patches of ComfyUI's nodes that compute row by row: name, file, function -> classes that tell them the rank's rows.
 _ROW_BY_ROW = {
     ("attn1_output_patch", "nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): frozenset(
@@ -61,37 +65,30 @@ _ROW_BY_ROW = {
 # ---- inside the modules
 
 
-def unseen_attachments(
-    patcher: Any, diffusion_model: nn.Module, own_hooks: set[int], within: Collection[str] = ("",)
-) -> Iterator[str]:
-    """What was attached inside the diffusion model and runs without being seen, in words for the user.
+def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[tuple[str, str]]:
+    """What was attached inside the diffusion model and runs unseen: the module's name, "" for anywhere, and words.
 
     Args:
         patcher: the MODEL as it is loaded now, object patches and injections applied.
         own_hooks: ids of the hooks that belong to the split.
-        within: names of modules of the diffusion model; only what is inside them, or may be.
     """
-
-    def is_within(name: str) -> bool:
-        return any(f"{name}.".startswith(f"{outer}." if outer else "") for outer in within)
-
     for key, value in patcher.object_patches.items():
-        if key.startswith(f"{ROOT}.") and not is_compiled(value) and is_within(key.removeprefix(f"{ROOT}.")):
-            yield f"the object patch of {key}"
+        if key.startswith(f"{ROOT}.") and not is_compiled(value):
+            yield key.removeprefix(f"{ROOT}."), f"the object patch of {key}"
     for key, injections in patcher.injections.items():
         if key != KEY and not all(_is_comfy_bypass(injection.inject) for injection in injections):
-            yield f"the injection {key!r}"
+            yield "", f"the injection {key!r}"
     for name, module in diffusion_model.named_modules():
-        if not name or is_compiled(module) or not is_within(name):
+        if not name or is_compiled(module):
             continue
         forward = module.__dict__.get("forward")
         while _is_comfy_bypass(forward):
             forward = forward.__self__.original_forward
         is_of_class = getattr(forward, "__func__", None) is type(module).forward  # put back by whoever replaced it
         if forward is not None and not is_of_class:
-            yield f"the replaced forward of {name}"
+            yield name, f"the replaced forward of {name}"
         if not own_hooks.issuperset((*module._forward_hooks, *module._forward_pre_hooks)):
-            yield f"a hook on {name}"
+            yield name, f"a hook on {name}"
 
 
 def _is_comfy_bypass(function: Any) -> bool:
@@ -103,7 +100,7 @@ def is_compiled(value: Any) -> bool:
 
 
 def replaced_methods(diffusion_model: nn.Module) -> list[str]:
-    """Names of the class's methods that this one object has another function for; asked at every forward."""
+    """Names of the class's methods that this one object has another function for."""
     cls = type(diffusion_model)
     return [
         name
@@ -140,8 +137,7 @@ def holds_tensors(function: Any) -> bool:
 def reason_against_overlap(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Mapping[str, Any]) -> str:
     """Why micro-batches of this step must not be interleaved; "" if they may.
 
-    Args:
-        model: the BaseModel. unseen: what runs inside it. conds: of this step. options: model_options of this step.
+    model: the BaseModel. unseen: what runs inside it. conds, options: conditionings and model_options of this step.
     """
     return next(_reasons(model, unseen, conds, options), "")
 
@@ -191,8 +187,8 @@ def _nearby(value: Any) -> Iterator[Any]:
 
 
 def foreign_attention(function: Any) -> str:
-    """Whose code this is, unless it is one of ComfyUI's own attention functions, or only chooses one: then "", as for
-    None. Those compute each head and each query by itself."""
+    """Whose code this is; "" for None and for ComfyUI's own attention, or what only chooses one: those compute each
+    head and each query by itself."""
     # What holds anything else may change, so it is looked at anew.
     is_of_module = isinstance(function, types.FunctionType) and (
         getattr(sys.modules.get(code_of(function)), function.__name__, None) is function
@@ -208,55 +204,57 @@ def _foreign_attention(function: Any) -> str:
 _known_attention = functools.lru_cache(maxsize=32)(_foreign_attention)
 
 
-def function_of_comfyui(function: Any) -> tuple[str, str]:
-    """The file of ComfyUI's own nodes whose code a function runs, and the function's name there; else "" for both."""
-    name = _node_file(function.__code__.co_filename) if isinstance(function, types.FunctionType) else ""
-    return (name, function.__qualname__) if name else ("", "")
-
-
 @functools.lru_cache(maxsize=128)
 def _node_file(path: str) -> str:
     """The name of a file of ComfyUI's own nodes; "" for any other. Kept, as each forward asks for it."""
-    found, home = Path(path).resolve(), Path(model_management.__file__).resolve().parent.parent
-    return found.name if found.parent == home / "comfy_extras" else ""
+    found, code = Path(path).resolve(), Path(model_management.__file__).resolve().parent.parent
+    return found.name if found.parent == code / "comfy_extras" else ""
 
 
-# ---- where each card has a share of the rows
+# ---- where each card has a share of the rows, or of the heads
 
 
 def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
     """Refuse what other nodes would do where each card has a share of the tokens.
 
-    Args:
-        options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
+    options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
     Raises: RowsError that names it.
     """
-    found = [
-        f"the patch {name!r} by {code_of(patch)}"
-        for name, each in options.get("patches", {}).items()
-        for patch in each
-        if class_name not in _ROW_BY_ROW.get((name, *function_of_comfyui(patch)), ())
-    ]
+    found = []
+    for name, patch in ((name, patch) for name, each in options.get("patches", {}).items() for patch in each):
+        is_function = isinstance(patch, types.FunctionType)
+        file, function = (_node_file(patch.__code__.co_filename), patch.__qualname__) if is_function else ("", "")
+        if class_name not in _ROW_BY_ROW.get((name, file, function), ()):
+            found.append(f"the patch {name!r} by {code_of(patch)}")
     found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
-    found += others
-    if found:
-        raise RowsError(
-            f"each card of this split computes a share of the tokens, and {found[0]} of another node works between "
-            "or inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that "
-            "node out"
-        )
-    if options.get(OVERRIDE) is not None:
-        check_attention(options[OVERRIDE])
+    if found := [*found, *others]:
+        raise RowsError(_ONLY_A_SHARE.format("some of the tokens", found[0]))
+    check_attention(options.get(OVERRIDE))
 
 
-def check_attention(function: Callable[..., Any]) -> None:
+def check_attention(function: Callable[..., Any] | None) -> None:
     """Raises: RowsError for attention that nobody knows to compute row by row."""
     if code := foreign_attention(function):
         raise RowsError(
-            f"each card of this split attends from its share of the tokens, and the attention of {code} may "
-            "read across them. Use way 'blocks' in the split node, one of ComfyUI's own kinds of attention (Model "
-            "Attention Backend, or a start option), or take that node out"
+            f"each card of this split attends from some of the tokens, and the attention of {code} may read across "
+            "them. Use way 'blocks' in the split node, one of ComfyUI's own kinds of attention (Model Attention "
+            "Backend, or a start option), or take that node out"
         )
+
+
+def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
+    """Refuse what other nodes would do inside a block, where each card has some of the heads.
+
+    unseen: such in words for the user. options: transformer_options. inside: names of patches that run in a block.
+    Raises: RuntimeError that names it.
+    """
+    patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+    found = [*unseen, *(f"the patch {name!r}" for name in inside if patches.get(name))]
+    found += [f"the replacement {name!r}" for name, keyed in replaced.items() if keyed and name != "dit"]
+    if code := foreign_attention(options.get(OVERRIDE)):
+        found.append(f"the attention override of {code}")
+    if found:
+        raise RuntimeError(_ONLY_A_SHARE.format("some of the attention heads", found[0]))
 
 
 # ---- made right for several cards
@@ -287,8 +285,7 @@ def guard_options(
 ) -> dict[str, Any]:
     """transformer_options whose patches work on any card; the original is not modified.
 
-    Args:
-        has_copies: whether every card runs the whole forward, and so its own calls of patches.
+    has_copies: whether every card runs the whole forward, and so its own calls of patches.
     """
     guarded = dict(options)
     if guarded.get("prefetch_dynamic_vbars"):

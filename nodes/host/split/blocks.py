@@ -28,6 +28,9 @@ class BlockPlan(SplitPlan):
 
     placement: Placement
 
+    def make_executor(self, tree: SplitTree) -> BlockExecutor:
+        return BlockExecutor(tree, self)
+
     def device_of(self, name: str) -> torch.device:
         return self.placement.device_of(name)
 

@@ -22,15 +22,15 @@ from ....families.comfy.token_plans import why_no_tokens
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
 from ....planning.times import LEAST_SHARE, WayName, Ways, forward_work, has_guidance
-from .attachments import KEY, ROOT, check_runnable, is_compiled
-from .blocks import BlockExecutor, BlockPlan, plan_blocks
+from .attachments import KEY, ROOT, check_divisible, check_runnable, is_compiled
+from .blocks import BlockPlan, plan_blocks
 from .model_copy import Origin, check_independent, copy_structure, follow_copy, load_over_file
 from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
-from .tensor import DividedPlan, TensorExecutor, check_divisible, plan_tensor
-from .tokens import TokensExecutor, TokensPlan, plan_tokens, usual_tokens
-from .tree import SplitTree, Way, make_tree, tree_of
+from .tensor import DividedPlan, plan_tensor
+from .tokens import TokensPlan, plan_tokens, usual_tokens
+from .tree import SplitTree, make_tree, tree_of
 
 _log = logging.getLogger(__name__)
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
@@ -42,10 +42,9 @@ _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
 
 
 def split_model(model: Any, request: SplitRequest) -> Any:
-    """A MODEL that computes as this one does, its blocks spread over the devices; the given one is only unloaded.
+    """A MODEL that computes as this one does, over several devices; the given one is only unloaded.
 
-    Weights move when a sampler loads the result.
-    Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
+    Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split so.
     """
     _check_splittable(model)
     plan = plan_split(model, request)
@@ -56,7 +55,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
             loaded.model_unload()
             management.current_loaded_models.remove(loaded)
     copied, copies = copy_structure(model.model)
-    _log_plan(make_tree(copied, plan, _way_of(plan), _origin_of(model)))
+    _log_plan(make_tree(copied, plan, _origin_of(model)))
     split = model.clone(model_override=(copied, ({}, {}, {}, set())))
     if not hasattr(split, "companions"):  # the clone of a MODEL that is split already has become split by itself
         become_split(split)
@@ -70,12 +69,11 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     split.object_patches = {
         key: follow_copy(value, copies, held, f"the patch of {key}") for key, value in split.object_patches.items()
     }
-    for name, option in split.model_options.items():
-        check_independent(option, held, f"{name!r}")
-    registries = {"a wrapper": split.wrappers, "a callback": split.callbacks, "an injection": split.injections}
-    for what, registry in registries.items():
-        for kind, keyed in registry.items():
-            check_independent(keyed, held, f"{what} {kind!r}")
+    attached = {"": split.model_options, "a wrapper ": split.wrappers}
+    attached |= {"a callback ": split.callbacks, "an injection ": split.injections}
+    for what, registry in attached.items():
+        for name, value in registry.items():
+            check_independent(value, held, f"{what}{name!r}")
     return _with_wrappers(split)
 
 
@@ -95,16 +93,15 @@ def load_split_model(path: Path, weight_dtype: str, place: SplitRequest | torch.
     if request is None:
         return model
     plan = plan_split(model, request)
-    _log_plan(make_tree(model.model, plan, _way_of(plan), origin))
+    _log_plan(make_tree(model.model, plan, origin))
     return _with_wrappers(become_split(model))
 
 
 def describe_split(model: Any) -> str:
     """One line: blocks and weights per device; for an unsplit model its device."""
     tree = tree_of(model.model)
-    if tree is None:
-        return f"whole model on {model.load_device}"
-    return f"{'; '.join(_describe_cards(tree))}; {tree.plan.describe()}"
+    cards = [f"whole model on {model.load_device}"] if tree is None else [*_describe_cards(tree), tree.plan.describe()]
+    return "; ".join(cards)
 
 
 def blocks_by_card(model: Any) -> list[tuple[str, int]]:
@@ -141,10 +138,8 @@ def _log_plan(tree: SplitTree) -> None:
 
 
 def _with_wrappers(split: Any) -> Any:
-    for kind, wrapper in (
-        (WrappersMP.PREPARE_SAMPLING, prepare_with_forecast),
-        (WrappersMP.CALC_COND_BATCH, run_overlapped),
-    ):
+    wrappers = {WrappersMP.PREPARE_SAMPLING: prepare_with_forecast, WrappersMP.CALC_COND_BATCH: run_overlapped}
+    for kind, wrapper in wrappers.items():
         split.remove_wrappers_with_key(kind, KEY)
         split.add_wrapper_with_key(kind, KEY, wrapper)
     return split
@@ -178,7 +173,7 @@ def _check_splittable(model: Any) -> None:
 
 
 def _origin_of(model: Any) -> Origin:
-    """The incoming model's weights, while it is alive and they are unpatched in host memory."""
+    """The incoming model's weights, unpatched in host memory, while it is alive."""
     base, backup = weakref.ref(model.model), model.backup
 
     def find(name: str) -> torch.Tensor | None:
@@ -207,10 +202,8 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     Raises: ValueError as the planner of the way.
     """
     root = model.model.diffusion_model
-    if request.way == "tensor":
-        return plan_tensor(root, request)
-    if request.way == "tokens":
-        return plan_tokens(root, request)
+    if request.way in ("tensor", "tokens"):
+        return (plan_tensor if request.way == "tensor" else plan_tokens)(root, request)
     blocks = plan_blocks(root, request)
     if request.way == "blocks":
         return blocks
@@ -238,21 +231,11 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     return plans[taken]
 
 
-def _way_of(plan: SplitPlan) -> Way:
-    ways: dict[type[SplitPlan], Way] = {DividedPlan: TensorExecutor, TokensPlan: TokensExecutor}
-    return ways.get(type(plan), BlockExecutor)
-
-
 def _check_auto(model: Any, request: SplitRequest) -> None:
     """Raises: ValueError saying why this MODEL, these cards or these settings need blocks."""
-    only_of_blocks = {
-        "offload off": not request.offload,
-        "transport": request.transport is not None,
-        "balance": request.balance != "memory",
-    }
-    for name, is_set in only_of_blocks.items():
-        if is_set:
-            raise ValueError(f"{name} is a setting of that way")
+    own = {"offload off": not request.offload, "transport": request.transport, "balance": request.balance != "memory"}
+    if found := next(filter(own.get, own), ""):
+        raise ValueError(f"{found} is a setting of that way")
     if module_with_streams(*request.devices[:2]) is None:
         raise ValueError(f"{request.devices[0]} cannot copy beside what it computes")
     if model.offload_device == model.load_device:

@@ -1,11 +1,10 @@
 """A second module tree over the same weights: what a split works on, so that the user's own MODEL is never touched.
 
-ComfyUI keeps the load state of a model on its modules, so two patchers of one module tree see each other's placement. A
-split makes new module and Parameter objects over the same storages; the two trees are loaded, patched and evicted
-independently. While the old tree stays in host memory the weights exist there once.
+ComfyUI keeps the load state of a model on its modules. So a split makes new module and Parameter objects over the same
+storages: the two trees are loaded, patched and evicted independently, and weights are in host memory once.
 
-A model that is loaded for a split lies over its file: weights stay in the mapped file until a card takes them. Without
-DynamicVRAM, ComfyUI's loader gets tensors that it does not copy into a Parameter of the same shape and type.
+A model that is loaded for a split lies over its file, from which a card takes the weights. Without DynamicVRAM,
+ComfyUI's loader gets tensors that it does not copy into a Parameter of the same shape and type.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +23,12 @@ from torch import nn
 
 # Load state and recordings that ComfyUI (0.33 and later) leaves on modules; a new tree starts without them.
 RUNTIME_STATE = frozenset(
-    {
-        "current_patcher",
-        "devicebridge_split",
-        "dynamic_patchers",
-        "dynamic_pins",
-        "dynamic_vbars",
-        "current_weight_patches_uuid",
-        "lowvram_patch_counter",
-        "model_loaded_weight_memory",
-        "model_lowvram",
-        "model_offload_buffer_memory",
-        "comfy_patched_weights",
-        "prev_comfy_cast_weights",
-        "weight_lowvram_function",
-        "bias_lowvram_function",
-        "_comfy_cross_step_state",
-        "_comfy_graph",
-        "_comfy_malloc_graph",
-        "_compiled_prefetch_ring",
-        "_pin_state",
-        "_pins",
-        "_prefetch",
-        "_v",
-        "_v_bias",
-        "_v_block",
-        "_v_block_faulted",
-        "_v_signature",
-        "_v_weight",
-    }
+    ("current_patcher", "devicebridge_split", "dynamic_patchers", "dynamic_pins", "dynamic_vbars")
+    + ("current_weight_patches_uuid", "lowvram_patch_counter", "model_loaded_weight_memory", "model_lowvram")
+    + ("model_offload_buffer_memory", "comfy_patched_weights", "prev_comfy_cast_weights")
+    + ("weight_lowvram_function", "bias_lowvram_function", "_comfy_cross_step_state", "_comfy_graph")
+    + ("_comfy_malloc_graph", "_compiled_prefetch_ring", "_pin_state", "_pins", "_prefetch")
+    + ("_v", "_v_bias", "_v_block", "_v_block_faulted", "_v_signature", "_v_weight")
 )
 _SHARED_OBJECTS = ("model_config", "latent_format")  # descriptions, never changed after loading
 
@@ -67,16 +44,14 @@ Origin = Callable[[str], torch.Tensor | None]
 def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
     """New modules and Parameters over the same storages, without load state; the model must not be loaded anywhere.
 
-    Attributes that are no modules, parameters or buffers are copied; bound methods among them follow their module.
+    Other attributes are copied; bound methods among them follow their module.
 
-    Raises: RuntimeError if a module holds something that cannot be copied, ValueError if it holds a function that
-        captured a layer; they name the module.
+    Raises: RuntimeError naming a module with something that cannot be copied; ValueError for a function that captured
+        a layer.
     """
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
-    memo: dict[int, Any] = {
-        **copies,
-        **{id(parameter): nn.Parameter(alias(parameter), requires_grad=False) for parameter in model.parameters()},
-    }
+    memo: dict[int, Any] = {id(each): nn.Parameter(alias(each), requires_grad=False) for each in model.parameters()}
+    memo |= copies
     memo |= {id(buffer): buffer for buffer in model.buffers()}  # a move replaces a module's entry, never the tensor
     for shared in (model.__dict__[name] for name in _SHARED_OBJECTS if name in model.__dict__):
         memo[id(shared)] = shared
@@ -91,15 +66,14 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
             state = copy.deepcopy(state, memo)
         except (TypeError, RuntimeError, NotImplementedError, AttributeError, copy.Error) as error:
             raise RuntimeError(
-                f"cannot split this MODEL: its module {name} ({type(module).__name__}) holds something that cannot be "
-                f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
+                f"{name} of this MODEL, a {type(module).__name__}, holds something that cannot be copied ({error}). "
+                "Load the file with 'Load Diffusion Model Across GPUs' instead"
             ) from error
         lists: dict[str, Any] = {key: [] for key in ("weight_function", "bias_function") if key in state}
         copies[id(module)].__dict__.update(state | lists)
-    copied = copies[id(model)]
     if "current_patcher" in model.__dict__:
-        copied.__dict__["current_patcher"] = None
-    return copied, copies
+        copies[id(model)].__dict__["current_patcher"] = None
+    return copies[id(model)], copies
 
 
 def alias(tensor: torch.Tensor, *, is_copy: bool = False) -> torch.Tensor:
@@ -116,10 +90,7 @@ def alias(tensor: torch.Tensor, *, is_copy: bool = False) -> torch.Tensor:
 
 
 def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str) -> Any:
-    """value with modules of the old tree replaced by their counterparts; bound methods are bound anew.
-
-    Raises: ValueError if value holds on to a module of the old tree where nobody can reach it.
-    """
+    """The counterpart of a module of the old tree, or of its method. Raises: as check_independent for other values."""
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
@@ -129,18 +100,13 @@ def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str)
 
 
 def check_independent(value: Any, held: Collection[int], what: str) -> None:
-    """Refuse what captured a layer of the old tree (held: ids of its modules): it would work on weights that nobody
-    loads.
-
-    Raises: ValueError that says which order of nodes works.
-    """
+    """Raises: ValueError for what captured a layer of the old tree, whose weights nobody loads. held: ids of layers."""
     for part in reachable(value):
         for module in part.modules() if isinstance(part, nn.Module) else ():
             if id(module) in held:
                 raise ValueError(
-                    f"{what} was applied to the MODEL before it was split and holds on to it "
-                    f"({type(module).__name__} layer), which the split cannot follow. Put the split directly after the "
-                    "loader and that node after it"
+                    f"{what} was applied to the MODEL before it was split, and holds a {type(module).__name__} of it. "
+                    "Put the split directly after the loader and that node after it"
                 )
 
 
@@ -172,19 +138,15 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = []
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # a name bound later, or never
+                cells.append(cell.cell_contents)
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     try:
         return list(object.__getattribute__(value, "__dict__").values())  # asks no __getattr__ of somebody else's
     except AttributeError:
         return []
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a name bound later, or never
-        return False
 
 
 def original_of(origin: Origin, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
@@ -223,19 +185,14 @@ def _plain(value: Any) -> Any:
 
 
 def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
-    """A classic patcher of the file's diffusion model, and where its weights lie unpatched.
-
-    Raises: RuntimeError if ComfyUI does not know what the file holds.
-    """
+    """A classic patcher of a file's diffusion model, and where its weights lie unpatched. Raises: RuntimeError for
+    what ComfyUI does not know."""
     import comfy.sd
     import comfy.utils
     from comfy.quant_ops import QuantizedTensor
 
     weights, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
-    mapped = {
-        name: tensor.as_subclass(FileTensor) if type(tensor) is torch.Tensor else tensor
-        for name, tensor in weights.items()
-    }
+    mapped = {n: each.as_subclass(FileTensor) if type(each) is torch.Tensor else each for n, each in weights.items()}
     model = comfy.sd.load_diffusion_model_state_dict(mapped, model_options=options, metadata=metadata)
     if model is None:
         raise RuntimeError(f"{path} holds no diffusion model that ComfyUI knows; it has {len(weights)} tensors")

@@ -1,13 +1,11 @@
-"""ComfyUI's ModelPatcher for a model on several cards: ComfyUI's code for every part, told which part it is looking at.
-
-Two classes are mixed into whatever patcher class the incoming MODEL has (classic, dynamic, a pack's own):
+"""ComfyUI's ModelPatcher for a model on several cards. Two classes are mixed into the patcher class of the given MODEL:
 
 - SplitMixin: the main card's, which a user holds. While ComfyUI loads, unloads or measures, the tree shows the main
   part alone; patches, hooks, callbacks and injections see the whole. Its `model_patches_models()` names the shards'
   patchers, so that ComfyUI accounts, evicts and offloads each card's share on that card.
 - ShardMixin: of one further card. It shares the main patcher's patches, so a LoRA is applied where the weight lives.
 
-Nothing of ComfyUI's is replaced. compat.py lists what is overridden, as ComfyUI 0.33 has it.
+compat.py lists what is overridden, as ComfyUI 0.33 has it.
 """
 
 from __future__ import annotations
@@ -34,16 +32,13 @@ from .attachments import KEY, is_compiled
 from .model_copy import alias, original_of, reachable
 from .tree import SplitTree, make_tree, tree_of
 
-# Mixed into ComfyUI's ModelPatcher, whose class is known only at run time.
-_Patcher: Any = object
-
-
+_Patcher: Any = object  # the patcher's class, known only at run time
 _SAVING = "saving it, or extracting a LoRA from it,"
 _CHANGING = "a LoRA that changes during sampling (a hook)"
 
 
 class _CardPatcher(_Patcher):
-    """What all cards' patchers share: a limit on resident weights, and weights that need no copy on their way back."""
+    """A limit on resident weights, and weights that need no copy on their way back to host memory."""
 
     _tree: Callable[[], SplitTree]
     _main: Callable[[], SplitMixin | None]  # the main card's patcher, while there is one
@@ -51,8 +46,7 @@ class _CardPatcher(_Patcher):
 
     def _unhook(self) -> None:
         """Have the main patcher take out scheduled LoRA, which it wrote into weights that are about to move."""
-        main = self._main()
-        if main is not None:
+        if (main := self._main()) is not None:
             main.unpatch_hooks()
 
     def _own_part(self) -> AbstractContextManager[None]:
@@ -67,8 +61,8 @@ class _CardPatcher(_Patcher):
             if limit is not None:
                 extra_memory = min(extra_memory, limit - self.loaded_size())
             loaded = super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)
-            vbar = self._vbar_get() if limit is not None and self.is_dynamic() else None
-            if vbar is not None:  # under DynamicVRAM weights arrive while they are used, into this address range
+            # Under DynamicVRAM weights arrive while they are used, into this address range.
+            if limit is not None and self.is_dynamic() and (vbar := self._vbar_get()) is not None:
                 vbar.set_watermark_limit(limit)
         return loaded
 
@@ -117,9 +111,8 @@ class _CardPatcher(_Patcher):
             set_attr_param(self.model, key, alias(weight, is_copy=True))
 
     def _without_other_objects(self, extra_memory: float) -> float:
-        """Take the weights off the card if it was loaded with other layers in place of the model's: ComfyUI believes
-        that all is loaded, and would leave those there now in host memory. Returns the bytes that may be loaded then.
-        """
+        """Take the weights off the card if layers are patched in that it was not loaded with: ComfyUI believes that all
+        is loaded, and would leave these in host memory. Returns the bytes that may be loaded then."""
         layers = {
             key: id(value)
             for key, value in self.object_patches.items()
@@ -236,9 +229,9 @@ class SplitMixin(_CardPatcher):
             return become_split(n, companions=self.companions)
         tree = tree_of(n.model)
         if tree is None:  # a fresh model from the file: DynamicVRAM's stand-in for scheduled LoRA
-            tree = make_tree(n.model, self._tree().plan, type(self._tree().executor))
-        # Every sampling asks for the stand-in anew and gets the same model. Its shards' patchers must share what they
-        # hold of the originals of weights they have patched. The first ones stay: no chain of parents grows.
+            tree = make_tree(n.model, self._tree().plan)
+        # Every sampling asks for the stand-in anew and gets the same model. Its shards' patchers share the originals of
+        # weights that they have patched. The first ones stay: no chain of parents grows.
         is_known = any(companion._tree() is tree for companion in self._stand_ins)
         become_split(n, companions=self._stand_ins if is_known else None)
         if self._makes_stand_in and not is_known:
@@ -256,15 +249,11 @@ class SplitMixin(_CardPatcher):
     def get_key_patches(self, filter_prefix: str | None = None) -> Any:
         """Weights as they were loaded, for merging: of other cards' blocks the shard's patcher has the originals."""
         found = super().get_key_patches(filter_prefix)
-        originals = {
-            key: backup.weight
-            for companion in self.companions
-            for key, backup in companion.backup.items()
-            if key not in self.hook_backup
-        }
+        backups = {key: each for companion in self.companions for key, each in companion.backup.items()}
         for key, patches in found.items():
-            whole = self._tree().executor.whole_weight(key)
-            original = originals.get(key) if whole is None else whole
+            original = self._tree().executor.whole_weight(key)
+            if original is None and key in backups and key not in self.hook_backup:
+                original = backups[key].weight
             if original is not None:
                 patches[0] = (original, patches[0][1])
         return found
@@ -284,8 +273,8 @@ class SplitMixin(_CardPatcher):
 
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "this MODEL is already split across GPUs; it cannot be replicated per GPU as well. Use either 'Split Model "
-            "Across GPUs' (a model too large for one card) or 'MultiGPU CFG Split' (it fits each card)"
+            "this MODEL is split across GPUs and cannot be replicated as well; use either 'Split Model Across GPUs' (a "
+            "model too large for one card) or 'MultiGPU CFG Split' (it fits each card)"
         )
 
     def get_free_memory(self, device: torch.device) -> float:
@@ -335,9 +324,8 @@ class SplitMixin(_CardPatcher):
     def patch_model(self, *args: Any, **kwargs: Any) -> Any:
         """ComfyUI's own, without the object patches inside blocks of other cards: those are the shards' to set."""
         tree, patches = self._tree(), self.object_patches
-        self.object_patches = {
-            key: value for key, value in patches.items() if tree.is_block(key) or not tree.is_foreign(key)
-        }
+        own = (key for key in patches if tree.is_block(key) or not tree.is_foreign(key))
+        self.object_patches = {key: patches[key] for key in own}
         try:
             with tree.whole():
                 return super().patch_model(*args, **kwargs)
@@ -410,14 +398,11 @@ def _mixed(mixin: type, unsplit: type) -> type:
 
 
 def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
-    """Make a patcher of a split tree act as one, in place; companions of the same tree are cloned, else made.
-
-    The class is put on again also on a clone: packs exist whose clone() sets the class itself.
-    """
+    """Make a patcher of a split tree act as one, in place; companions of the same tree are cloned, else made."""
     tree = tree_of(patcher.model)
     assert tree is not None, "make_tree comes before become_split"
     unsplit = getattr(patcher, "unsplit_class", patcher.__class__)
-    patcher.__class__ = _mixed(SplitMixin, unsplit)
+    patcher.__class__ = _mixed(SplitMixin, unsplit)  # of a clone, too: packs exist whose clone() sets the class
     patcher.is_injected = False
     patcher.load_device = tree.plan.main_device
     if patcher.is_dynamic():

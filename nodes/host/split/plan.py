@@ -1,7 +1,6 @@
 """What a user wants of a split, and what is decided from it, from sizes alone.
 
-A way is a kind of SplitPlan and an Executor (tree.py) for each tree: blocks.py gives every card some of the blocks,
-tensor.py divides every block among all cards.
+A way is a kind of SplitPlan, which makes an Executor (tree.py) for each tree: blocks.py, tensor.py, tokens.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import comfy.model_management as management
 import torch
@@ -56,24 +55,15 @@ class SplitRequest:
         if len(self.devices) < 2 or len(set(self.devices)) != len(self.devices):
             raise ValueError(f"a split needs two or more different devices; asked for {names or 'none'}")
         if any(device.type == "cpu" for device in self.devices):
-            raise ValueError(
-                "a split is over GPUs, and the CPU was named too; with offload on, weights that no GPU holds stay in "
-                "host memory by themselves"
-            )
+            raise ValueError("a split is over GPUs; leave out cpu: with offload on, host memory holds what no GPU does")
         if self.memory_limit_gb and len(self.memory_limit_gb) != len(self.devices):
-            raise ValueError(
-                f"memory_limit_gb gives {', '.join(map(str, self.memory_limit_gb))} for {len(self.devices)} devices "
-                f"({names}); give one number per device, or none"
-            )
+            raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: give one for each of {names}, or none")
         if any(limit <= 0 for limit in self.memory_limit_gb):
             raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: every limit must be above 0")
         if self.shares and self.way != "tokens":
             raise ValueError(f"shares are of way tokens, and way is {self.way or 'auto'}; set way to tokens")
         if self.shares and len(self.shares) != len(self.devices):
-            raise ValueError(
-                f"shares {ratio(self.shares)} are {len(self.shares)} for {len(self.devices)} devices ({names}); give "
-                "one per device, such as 3:5 for two"
-            )
+            raise ValueError(f"shares {ratio(self.shares)}: give one for each of {names}, such as 3:5 for two")
         if not all(0 < share < math.inf for share in self.shares):
             raise ValueError(f"shares {ratio(self.shares)}: every share must be above 0; leave a card out of devices")
         if isinstance(self.balance, Allocation):
@@ -91,9 +81,7 @@ class SplitRequest:
         if self.balance != "manual" and self.split_at:
             raise ValueError(f"split_at {list(self.split_at)} belongs to balance manual, not {self.balance}")
         if self.split_at and self.way in ("tokens", "tensor"):
-            raise ValueError(
-                f"balance manual says which blocks a device gets; with way {self.way} every device has all of them"
-            )
+            raise ValueError(f"split_at gives blocks to devices, and with way {self.way} every device has all of them")
 
     def allotted(self, model_bytes: int) -> tuple[SplitRequest, list[int]]:
         """The request, with an allocation's limits where the host keeps a part, and bytes by device; [] without one."""
@@ -107,11 +95,11 @@ class SplitRequest:
 
     @property
     def limit_bytes(self) -> dict[torch.device, int]:
-        """Weights each device may hold resident; absent is unlimited."""
+        """Of weights that each device may hold; absent is unlimited."""
         return {d: int(gb * GB) for d, gb in zip(self.devices, self.memory_limit_gb, strict=False)}
 
     def card_budgets(self) -> dict[torch.device, int]:
-        """Bytes of weights each card can hold beside what ComfyUI keeps for computing, and within the user's limit."""
+        """Bytes of weights that each card can hold beside what ComfyUI keeps for computing, and within its limit."""
         limits, kept = self.limit_bytes, management.minimum_inference_memory()
         usable_bytes = {device: int(management.get_total_memory(device) - kept) for device in self.devices}
         return {device: min(size, limits.get(device, size)) for device, size in usable_bytes.items()}
@@ -157,8 +145,12 @@ class SplitPlan:
     def main_device(self) -> torch.device:
         return self.devices[0]
 
+    def make_executor(self, tree: Any) -> Any:
+        """An Executor for a SplitTree."""
+        raise NotImplementedError
+
     def device_of(self, name: str) -> torch.device:
-        """The device of a whole module or parameter, by its name in the diffusion model; copies and parts are apart."""
+        """Of a whole module or parameter, by its name in the diffusion model; copies and parts do not count."""
         return self.main_device
 
     def share_of(self, device: torch.device) -> str:

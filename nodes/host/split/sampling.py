@@ -1,12 +1,11 @@
 """What a split does around ComfyUI's sampling: a forecast before it, micro-batches in each step, a comparison.
 
 ComfyUI joins cond and uncond into one batch, which a model split by blocks computes card after card. Here each of them,
-and each image of the batch, becomes a micro-batch, which the cards work on at the same time (interleave.py).
-ComfyUI's own function computes each, so regions, masks and default conditionings mean what they always mean. Where
-something could notice that micro-batches are apart, ComfyUI's way is used and the log says so once.
+and each image of the batch, becomes a micro-batch, which the cards compute at the same time (interleave.py) by
+ComfyUI's own function. Where something could notice that, ComfyUI's way is used and the log says so once.
 
-A step to be verified is computed a second time in the plainest way: one forward at a time, no copies remembered. What
-it computes must be the same bit for bit, or within the executor's `tolerance`.
+A step to be verified is computed a second time in the plainest way. The results must be the same bits, or within the
+executor's `tolerance`.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ _Compute = Callable[..., list[torch.Tensor]]
 
 
 def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrapper around ComfyUI's loading for sampling: say what each card needs, refuse what cannot fit.
+    """Wrapper around ComfyUI's loading for sampling: say what each card needs.
 
-    Raises: ValueError for a compiled whole model; RuntimeError with the numbers if a card cannot compute even with all
-    of its weights streamed.
+    Raises: ValueError for a compiled whole model; RuntimeError for a card that cannot compute even with all of its
+        weights streamed.
     """
-    tree = tree_of(model.model)
-    if tree is not None:
+    if (tree := tree_of(model.model)) is not None:
         compiled = [key for key, value in model.object_patches.items() if is_compiled(value)]
         for wrapper in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
             for cell in wrapper.__closure__ or ():
@@ -69,17 +67,15 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
         needs = f"weights {size / GB:.2f} GB, activations about {activations / GB:.2f} GB"
         _log.info("split: %s %s, %s", device, needs, room)
         if streamed + minimum > total:
-            problems.append(
-                f"{device} has {total / GB:.2f} GB in all; its largest layer takes {streamed / GB:.2f} GB and "
-                f"computing at least {minimum / GB:.2f} GB"
-            )
+            needed = f"{streamed / GB:.2f} GB for its largest layer and {minimum / GB:.2f} GB to compute"
+            problems.append(f"{device} has {total / GB:.2f} GB in all, and needs {needed}")
         elif activations + streamed > total:  # ComfyUI's estimate is no bound, and context windows divide it
-            told = f"ComfyUI expects one step to need {activations / GB:.2f} GB beside the weights"
-            _log.warning("split: %s may run out of memory: %s", device, told)
+            expected = f"ComfyUI expects one step to need {activations / GB:.2f} GB beside the weights"
+            _log.warning("split: %s may run out of memory: %s", device, expected)
     if problems:
         raise RuntimeError(
-            f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out of the split, use a "
-            "smaller weight type, or free memory on it"
+            f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out, or use a smaller "
+            "weight type"
         )
 
 
@@ -115,12 +111,11 @@ def run_overlapped(
         options = {**model_options, "transformer_options": dict(model_options.get("transformer_options", {}))}
         return lambda: executor(model, part.conds, part.x, part.timestep, options)[part.index]
 
-    jobs = [job(part) for part in parts]
-
-    def compute(*, is_plain: bool = False) -> list[torch.Tensor]:
+    def compute() -> list[torch.Tensor]:
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
-        outputs = [run() for run in jobs] if is_plain else tree.executor.run_parts(tree, jobs)
+        jobs = [job(part) for part in parts]
+        outputs = [run() for run in jobs] if tree.is_plain else tree.executor.run_parts(tree, jobs)
         of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
         for part, output in zip(parts, outputs, strict=True):
             of_cond[part.index].append(output)
@@ -128,20 +123,19 @@ def run_overlapped(
 
     with tree.step():
         try:
-            if tree.is_to_verify:
-                tree.is_to_verify = False
-                outputs = _verified(tree, compute, model_options)
-                tree.is_verified = True
-                return outputs
-            return compute()
+            if not tree.is_to_verify:
+                return compute()
+            tree.is_to_verify = False
+            outputs = _verified(tree, compute, model_options)
+            tree.is_verified = True
+            return outputs
         except RuntimeError as error:
             if "same device" not in str(error):
                 raise
             raise RuntimeError(
                 f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
-                f"{_names(tree.unseen, model_options)}. What is attached inside a block must keep its tensors where "
-                "that block is: choose split_at so that its blocks are on the first device, take the node out, or use "
-                "the MODEL without the split"
+                f"{_names(tree.unseen, model_options)}. What is attached inside a block needs its tensors where that "
+                "block is: have its blocks on the first device by split_at, or take the node out"
             ) from error
 
 
@@ -209,8 +203,8 @@ def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, A
 
 
 def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What compute() gives, after a comparison with compute(is_plain=True) in the plain way. A third computation shows
-    whether something keeps state from call to call; the step then passes with a warning.
+    """What compute() gives, after a comparison with the plain way. A third computation shows whether something keeps
+    state from call to call; the step then passes with a warning.
 
     Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
         for a class that was only read also if the plain way gives two things.
@@ -224,8 +218,12 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
     def compute_plainly() -> list[torch.Tensor]:
         for name, value in before.items():
             setattr(model, name, value)
-        with tree.plainly(), torch.random.fork_rng(devices):
-            return compute(is_plain=True)
+        tree.is_plain = True
+        try:
+            with torch.random.fork_rng(devices):
+                return compute()
+        finally:
+            tree.is_plain = False
 
     before = remembered()
     found = compute()
@@ -249,10 +247,8 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
             f"{'; '.join(differences)}. Attached to this MODEL: {attached}. Take these out one by one, or set "
             f"{tree.executor.plainer}; please report the one that differs"
         )
-    unsteady = (
-        "the same step computed twice in the same way differs, so something keeps state from call to call or draws "
-        f"random numbers; attached to this MODEL: {attached}"
-    )
+    unsteady = "the same step computed twice differs, so something keeps state or draws random numbers; attached to "
+    unsteady += f"this MODEL: {attached}"
     if not tree.is_verified:
         raise RuntimeError(
             f"verify: {tree.plan.layout.class_name} was read, not run, and cannot be checked: {unsteady}. Take these "

@@ -34,18 +34,13 @@ from ....parallel.local.shards import (
     shares_of,
 )
 from ....parallel.local.tensor_parallel import TensorParallel
-from .attachments import KEY, OVERRIDE, ROOT, foreign_attention, is_options
+from .attachments import KEY, ROOT, check_divisible, is_options
 from .model_copy import Origin, copy_structure, reachable
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .tree import Executor, SplitTree
 
 # Layouts of comfy_kitchen whose scales are of the whole weight or of its rows.
-_DIVISIBLE_LAYOUTS = (
-    "TensorCoreFP8Layout",
-    "TensorCoreFP8E4M3Layout",
-    "TensorCoreFP8E5M2Layout",
-    "TensorWiseINT8Layout",
-)
+_DIVISIBLE_LAYOUTS = tuple(f"TensorCoreFP8{kind}Layout" for kind in ("", "E4M3", "E5M2")) + ("TensorWiseINT8Layout",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +48,9 @@ class DividedPlan(SplitPlan):
     """Args: divided: name of a block -> how it is divided, and each device's share."""
 
     divided: Mapping[str, tuple[TensorPlan, Shares]]
+
+    def make_executor(self, tree: SplitTree) -> TensorExecutor:
+        return TensorExecutor(tree, self)
 
     def share_of(self, device: torch.device) -> str:
         return "a part of every block"
@@ -64,18 +62,13 @@ class DividedPlan(SplitPlan):
     def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
         """Bytes of weights that each device holds of this model, which is whole; the main device has the rest, too."""
         sizes = dict.fromkeys(self.devices, 0)
-        rest = _bytes(diffusion_model)
+        sizes[self.main_device] = management.module_size(diffusion_model)
         for name, (plan, shares) in self.divided.items():
             block = diffusion_model.get_submodule(name)
-            rest -= _bytes(block)
+            sizes[self.main_device] -= management.module_size(block)
             for rank, device in enumerate(self.devices):
                 sizes[device] += divided_bytes(block, plan, shares, rank)
-        sizes[self.main_device] += rest
         return sizes
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
 def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPlan:
@@ -85,8 +78,7 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
         divided, or the limits are too small.
     """
     layout = layout_of(diffusion_model)
-    blocks, evenly = execution_order(diffusion_model, layout), (1.0,) * len(request.devices)
-    plans = {}
+    blocks, divided = execution_order(diffusion_model, layout), {}
     for name in blocks:
         block = diffusion_model.get_submodule(name)
         how = find_plan(layout.tensor, block)
@@ -96,10 +88,7 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
                 f"{type(block).__name__} is divided. Use way 'blocks'"
             )
         _check_formats(name, block, how)
-        plans[name] = how
-    divided = {
-        name: (plan, shares_of(diffusion_model.get_submodule(name), plan, evenly)) for name, plan in plans.items()
-    }
+        divided[name] = how, shares_of(block, how, (1.0,) * len(request.devices))
     plan = DividedPlan(blocks, request.devices, layout, request, divided=divided)
     find_streamed(request, plan.bytes_on(diffusion_model), "Use more GPUs")
     return plan
@@ -146,14 +135,14 @@ class TensorExecutor(Executor):
             for name, shard in self.shards[plan.main_device].items()
         }
         layout = plan.layout
-        self.bridge = self._bridge = TensorParallel(
+        self.bridge: TensorParallel = TensorParallel(
             plan.devices,
             by_block,
             passed_by=layout.passed_by,
             per_device=layout.per_device,
             exchange=plan.request.exchange,
         )
-        self._bridge.replay(addresses_on)
+        self.bridge.replay(addresses_on)
         self._layers = tuple(layer for block in by_block for layer in block.modules())
         self._num_attached = 0  # hooks and forwards of layers, at the last forward
         self._patches: dict[torch.device, tuple[Any, dict[str, Any]]] = {}
@@ -169,7 +158,7 @@ class TensorExecutor(Executor):
 
     def attach(self, patches_uuid: object) -> None:
         if patches_uuid != self._patches_uuid:
-            self._bridge.check_again()
+            self.bridge.check_again()
             self._patches_uuid = patches_uuid
         super().attach(patches_uuid)
 
@@ -185,8 +174,7 @@ class TensorExecutor(Executor):
         forwards = [layer.__dict__["forward"] for layer in self._layers if "forward" in layer.__dict__]
         if any(isinstance(part, BypassForwardHook) for each in forwards for part in reachable(each)):
             found.append("a bypass LoRA")  # it would act on the main card's slices only
-        unseen = (*found, *tree.unseen_in_blocks())
-        check_divisible(unseen, options, self._plan.layout.patches_inside)
+        check_divisible((*found, *tree.unseen_in_blocks()), options, self._plan.layout.patches_inside)
 
     def guard(self, options: dict[str, Any]) -> dict[str, Any]:
         around = options.get("wrappers", {}).get("diffusion_model")
@@ -203,7 +191,7 @@ class TensorExecutor(Executor):
         return {**options, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
 
     def release(self) -> None:
-        self._bridge.release()
+        self.bridge.release()
 
     def check_possible(self, action: str) -> None:
         raise RuntimeError(
@@ -225,26 +213,24 @@ class TensorExecutor(Executor):
 
     def patches_on(self, device: torch.device, patches: dict[str, Any], uuid: object) -> dict[str, Any]:
         """Made once as long as ComfyUI's number for them stays."""
-        known = self._patches.get(device)
-        if known is None or known[0] != uuid:
-            sliced = dict(patches)
-            for key, given in patches.items():
-                found = self._find(device, key)
-                if found is not None:
-                    shard, name = found
-                    whole, part = shard.wholes[name], shard.slices[name]
-                    loras = [_sliced_lora(patch, part, whole.shape) for patch in given]
-                    sliced[key] = [patch for each in loras for patch in each or ()]
-                    if None in loras:
-                        sliced[key] = [(1.0, SlicedPatch(set(), (list(given), whole, part)), 1.0, None, None)]
-            known = self._patches[device] = uuid, sliced
-        return known[1]
+        if device in self._patches and self._patches[device][0] == uuid:
+            return self._patches[device][1]
+        sliced = dict(patches)
+        for key, given in patches.items():
+            if (found := self._find(device, key)) is not None:
+                shard, name = found
+                whole, part = shard.wholes[name], shard.slices[name]
+                loras = [_sliced_lora(patch, part, whole.shape) for patch in given]
+                sliced[key] = [patch for each in loras for patch in each or ()]
+                if None in loras:
+                    sliced[key] = [(1.0, SlicedPatch(set(), (list(given), whole, part)), 1.0, None, None)]
+        self._patches[device] = uuid, sliced
+        return sliced
 
     def _find(self, device: torch.device, key: str) -> tuple[BlockShard, str] | None:
         parts = key.removeprefix(f"{ROOT}.").split(".")
         for length in range(len(parts) - 1, 0, -1):
-            shard = self.shards[device].get(".".join(parts[:length]))
-            if shard is not None:
+            if (shard := self.shards[device].get(".".join(parts[:length]))) is not None:
                 name = ".".join(parts[length:])
                 return (shard, name) if name in shard.slices else None
         return None
@@ -288,34 +274,23 @@ def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> list[Any] | N
 class SlicedPatch(WeightAdapterBase):
     """All patches of one weight, of which a card holds a slice.
 
-    Args:
-        loaded_keys: as ComfyUI's adapters have it; empty.
-        weights: the patches in ComfyUI's form, the whole weight they were made for, and the slice. ComfyUI may make
-            another object of this class with the tensors inside on a card.
+    loaded_keys: as ComfyUI's adapters have it; empty. weights: the patches in ComfyUI's form, the whole weight of which
+    they were made, and the slice. ComfyUI may make another object of this class with the tensors inside on a card.
     """
 
     name = "devicebridge_slice"
 
     def __init__(self, loaded_keys: set[str], weights: tuple[list[Any], torch.Tensor, Slice]) -> None:
-        self.loaded_keys = loaded_keys
-        self.weights = weights
+        self.loaded_keys, self.weights = loaded_keys, weights
 
     def calculate_weight(
-        self,
-        weight: torch.Tensor,
-        key: str,
-        strength: float,
-        strength_model: float,
-        offset: Any,
-        function: Any,
-        intermediate_dtype: torch.dtype = torch.float32,
-        original_weight: Any = None,
+        self, weight: torch.Tensor, key: str, strength: float, model: float, offset: Any, function: Any, *others: Any
     ) -> torch.Tensor:
         """The slice of the patched whole; of the given slice, only its device and type matter."""
         patches, whole, part = self.weights
         plain = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
         moved = management.cast_to_device(plain, weight.device, weight.dtype, copy=True)
-        return part.copied(comfy.lora.calculate_weight(patches, moved, key, intermediate_dtype, original_weight))
+        return part.copied(comfy.lora.calculate_weight(patches, moved, key, *others))
 
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
@@ -325,15 +300,13 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
     """
     if weight.device.type != "cpu":
         raise ValueError(
-            f"the weights of this MODEL stay on {weight.device}, as with --highvram or --gpu-only; dividing them among "
-            "cards would take more memory there, not less. Start ComfyUI without that, or use way 'blocks'"
+            f"the weights of this MODEL stay on {weight.device}, as with --highvram or --gpu-only, where all slices "
+            "would be made. Start ComfyUI without that, or use way 'blocks'"
         )
     if not isinstance(weight, QuantizedTensor):
         return part.of(weight)
-    params = weight._params
-    scale = params.scale
-    is_per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1
-    if is_per_row and part.dim == 0:
+    params, scale = weight._params, weight._params.scale
+    if part.dim == 0 and isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1:  # of each row
         scale = part.copied(scale)
     data = part.of(weight._qdata)
     if not data.is_contiguous():  # ComfyUI pins what an 8-bit weight's address says, without asking whether it is whole
@@ -382,27 +355,3 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
     finally:
         for address in pinned:
             comfy_aimdo.model_vbar.vbar_unpin(address)
-
-
-def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
-    """Refuse what other nodes would do inside a block, where each card has some of the heads. ComfyUI's own attention
-    functions compute every head by itself.
-
-    Raises: RuntimeError that names it.
-    """
-    patches = options.get("patches", {})
-    found = list(unseen)
-    found += [f"the patch {name!r}" for name in inside if patches.get(name)]
-    found += [
-        f"the replacement {name!r}"
-        for name, keyed in options.get("patches_replace", {}).items()
-        if keyed and name != "dit"
-    ]
-    if code := foreign_attention(options.get(OVERRIDE)):
-        found.append(f"the attention override of {code}")
-    if found:
-        raise RuntimeError(
-            f"each card of this split computes some of the attention heads, and {found[0]} of another node works "
-            "inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that node "
-            "out"
-        )

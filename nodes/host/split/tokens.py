@@ -81,6 +81,9 @@ class TokensPlan(SplitPlan):
     may_run_alone: bool = False
     derived: DerivedRows | None = None
 
+    def make_executor(self, tree: SplitTree) -> TokensExecutor:
+        return TokensExecutor(tree, self)
+
     def share_of(self, device: torch.device) -> str:
         share = self.shares[self.devices.index(device)] / sum(self.shares)
         return f"the whole model and {share:.0%} of the tokens"

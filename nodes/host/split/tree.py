@@ -1,8 +1,8 @@
-"""The module tree of a split model: which part of it each card answers for, and how a forward runs over all of them.
+"""The module tree of a split model: which part of it each card has, and how a forward runs over all of them.
 
-The other cards' blocks, or parts of blocks, are also members of one small model per card (a shard), under the names
-they have in the whole, so that ComfyUI's own patcher can load, patch, offload and evict each part. While it works on
-the main card's part, the other cards' blocks are taken out of their lists (`main_only`).
+The other cards' parts are also members of one small model per card (a shard), under the names that they have in the
+whole, so that ComfyUI's patcher can load, patch and evict each. While it works on the main card's part, the other
+cards' blocks are taken out of their lists (`main_only`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from .plan import SplitPlan
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "devicebridge_split"
-Way = Callable[["SplitTree", Any], "Executor"]
 
 
 class Shard(nn.Module):
-    """Some blocks of a model under the names they have there; stands in for the whole where one card is concerned."""
+    """Some blocks of a model under the names they have there: the model of one further card."""
 
     def __init__(self, base: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class Executor:
     has_copies = False  # whether every card has the whole model
 
     def attach(self, patches_uuid: object) -> None:
-        """Hook the blocks. patches_uuid: ComfyUI's number for the patches that their weights have now."""
+        """Hook the blocks. patches_uuid: ComfyUI's number for the patches of their weights."""
         self.bridge.attach()
 
     def remove(self) -> None:
@@ -80,23 +79,22 @@ class Executor:
         self.bridge.remove()
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
-        """Look, before a forward, at what other nodes did to the blocks. Raises: RuntimeError for what cannot run."""
+        """Look at what other nodes did to the blocks. Raises: RuntimeError for what cannot run."""
         raise NotImplementedError
 
     def guard(self, options: dict[str, Any]) -> dict[str, Any]:
-        """transformer_options with a check around every forward that another node's wrapper runs, if one is needed."""
+        """transformer_options with a check of every forward that another node's wrapper runs, if one is needed."""
         return options
 
     def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
         """Why the micro-batches of a step are not to be computed apart; "" if they are.
 
-        Args:
-            has_room: whether each card has the memory for the largest one, as ComfyUI estimates.
+        has_room: whether each card has the memory for the largest one, as ComfyUI estimates.
         """
         return ""
 
     def run_parts(self, tree: SplitTree, jobs: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Compute the micro-batches of a step, each one a job; what they return, in their order."""
+        """The results of a step's micro-batches, in their order."""
         return Interleave(self.bridge).run(jobs)
 
     def release(self) -> None:
@@ -121,14 +119,14 @@ class Executor:
 class SplitTree:
     """The split state of one BaseModel: its shards, its two views, its hooks."""
 
-    def __init__(self, base: nn.Module, plan: SplitPlan, way: Way, origin: Origin | None) -> None:
+    def __init__(self, base: nn.Module, plan: SplitPlan, origin: Origin | None) -> None:
         self._base: Callable[[], Any] = weakref.ref(base)
         self.plan = plan
         self.origin = origin
         root = self.diffusion_model
         self._blocks = {name: root.get_submodule(name) for name in plan.blocks}
         self._lists = {name: root.get_submodule(name) for name in _containers_of(plan.blocks) if name}
-        self.executor = way(self, plan)
+        self.executor: Executor = plan.make_executor(self)
         make_shard = type(f"{type(base).__name__}Shard", (Shard,), {})  # ComfyUI logs the name
         self.shards: dict[torch.device, nn.Module] = {
             device: make_shard(base, self.executor.parts[device]) for device in plan.devices[1:]
@@ -138,8 +136,8 @@ class SplitTree:
         self._calls: BlockCalls | None = None
         self.patcher: Callable[[], Any] = lambda: None  # who attached; it has one for each other card as companions
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
-        self._unseen: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of modules that were looked into
-        self.is_plain = False  # whether forwards run plainly now
+        self._unseen: list[tuple[str, str]] | None = None  # None: to be looked for
+        self.is_plain = False  # whether forwards return to the main card after every block and remember no copies
         self._is_step = False
         self._held = threading.local()  # what keeps a thread's forward outside the compiler; its end leaves, too
         self._said: set[str] = set()  # what needs saying once
@@ -202,10 +200,7 @@ class SplitTree:
     # ---- names
 
     def check_object_patch(self, key: str) -> None:
-        """Refuse an object patch that would put something else in the place of whole lists of blocks.
-
-        Raises: ValueError that says what can be patched.
-        """
+        """Raises: ValueError for an object patch that replaces whole lists of blocks."""
         if key in {ROOT, *(f"{ROOT}.{name}" for name in self._lists)}:
             raise ValueError(
                 f"a node replaces {key} as a whole, which cannot span several cards; patch single blocks (such as "
@@ -248,7 +243,7 @@ class SplitTree:
     # ---- the forward
 
     def attach(self, owner: Any) -> None:
-        """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
+        """Hook the tree for this patcher, in the place of another's: one is loaded at a time."""
         self._remove_hooks()
         self._attached_by, self.patcher = id(owner), weakref.ref(owner)
         self.look_again()
@@ -286,35 +281,26 @@ class SplitTree:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """What other nodes attached inside the model, where it runs unseen; looked up once per loading."""
-        return self._look_inside(("",))
-
-    def look_again(self) -> None:
-        self._unseen.clear()
+        """What other nodes attached inside the model, where it runs unseen."""
+        return tuple(text for _, text in self._look_inside())
 
     def unseen_in_blocks(self) -> tuple[str, ...]:
-        """Of what runs unseen, what is in blocks, or may be."""
-        return self._look_inside(self.plan.blocks) if self.unseen else ()
+        """The part of it that is in blocks, or may be."""
+        blocks = tuple(f"{name}." for name in self.plan.blocks)
+        return tuple(text for name, text in self._look_inside() if not name or f"{name}.".startswith(blocks))
 
-    def _look_inside(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        if names not in self._unseen and (patcher := self.patcher()) is not None:
-            self._unseen[names] = tuple(unseen_attachments(patcher, self.diffusion_model, self.own_hooks, names))
-        return self._unseen.get(names, ())
+    def look_again(self) -> None:
+        self._unseen = None
+
+    def _look_inside(self) -> list[tuple[str, str]]:
+        if self._unseen is None and (patcher := self.patcher()) is not None:
+            self._unseen = list(unseen_attachments(patcher, self.diffusion_model, self.own_hooks))
+        return self._unseen or []
 
     @property
     def own_hooks(self) -> set[int]:
         watching = self._calls.hook_ids if self._calls is not None else set()
         return self.bridge.hook_ids | self._hooks.ids | watching
-
-    @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """Forwards inside return to the main card after every block and remember no copies: slower, and right whatever
-        is attached."""
-        self.is_plain = True
-        try:
-            yield
-        finally:
-            self.is_plain = False
 
     def say_once(self, text: str) -> None:
         if text not in self._said:
@@ -372,9 +358,7 @@ def tree_of(base: nn.Module) -> SplitTree | None:
     return base.__dict__.get(_ATTRIBUTE)
 
 
-def make_tree(base: nn.Module, plan: SplitPlan, way: Way, origin: Origin | None = None) -> SplitTree:
-    """Make a BaseModel that nobody else uses the tree of a split. Raises: ValueError for weights that cannot be
-    divided.
-    """
-    tree = base.__dict__[_ATTRIBUTE] = SplitTree(base, plan, way, origin)
+def make_tree(base: nn.Module, plan: SplitPlan, origin: Origin | None = None) -> SplitTree:
+    """Make a tree of a BaseModel that nobody else uses. Raises: ValueError for weights that cannot be divided."""
+    tree = base.__dict__[_ATTRIBUTE] = SplitTree(base, plan, origin)
     return tree
