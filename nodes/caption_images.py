@@ -109,14 +109,13 @@ class WriteCaptions(io.ComfyNode):
         if list(file) == [None]:
             file = caption = ()
         if len(file) != len(caption):
-            raise ValueError(
-                f"{len(caption)} captions came for {len(file)} images; connect a node that makes one text of each image"
-            )
+            raise ValueError(f"{len(caption)} captions came for {len(file)} images; give one for each")
         pairs = zip(file, caption, strict=True)
         given = {str(name): "" if text is None else str(text).strip() for name, text in pairs}
-        folders = (dataclasses.replace(found.data, folders=(each,)) for each in found.data.folders)
-        unknown = given.keys() - missing.keys()
-        if strange := unknown and given.keys() - {str(path) for each in folders for path in media_files(each)}:
+        if strange := given.keys() - missing.keys():  # which may have a caption
+            folders = (dataclasses.replace(found.data, folders=(each,)) for each in found.data.folders)
+            strange -= {str(path) for each in folders for path in media_files(each)}
+        if strange:
             raise ValueError(f"file {min(strange)!r} is none of this dataset; connect the files of Images to Caption")
         written, kept, problems = 0, 0, []
         for name in (name for name, text in given.items() if text and name in missing):
@@ -128,8 +127,7 @@ class WriteCaptions(io.ComfyNode):
             except (ValueError, OSError) as error:  # all others are written
                 problems.append(f"  {missing[name]}: {error}")
         if problems:
-            lines = "\n".join(problems)
-            raise ValueError(f"{written} captions were written, {len(problems)} could not be:\n{lines}")
+            raise ValueError("\n".join([f"{written} captions were written, {len(problems)} could not be:", *problems]))
         text = f"{written} captions were written, {len(missing) - written - kept} images have none"
         text += f"; {kept} got another meanwhile, which stays" if kept else ""
         host.NodeView(cls.hidden.unique_id).show_text(text)

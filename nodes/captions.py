@@ -35,10 +35,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_FOLDER = "devicebridge/cache"
 _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
-_GONE = (
-    "ComfyUI has let go of the CLIP that encoded the captions; empty ComfyUI's cache (Unload Models and Execution "
-    "Cache) and queue again"
-)
+_GONE = "ComfyUI has let go of the CLIP that encoded the captions; use Unload Models and Execution Cache, and run again"
 _NO_CAPTIONS = "sample_prompts {prompts} are no captions of the dataset, and {gone}, or take captions of the dataset"
 _STOCK_VISION = io.ClipVision.Input(
     "stock_vision",
@@ -156,19 +153,16 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         text_encoder_2: str = "",
         **others: Any,
     ) -> Any:
-        """Runs again where an entry that was there is gone, or files of the encoders have changed; always where one is
-        named by a link, whose text is not known yet."""
+        """Other where an entry is gone or an encoder's file has changed; always where a link names one, whose text is
+        not known yet."""
         if text_encoders is None or vae is None:
             return float("nan")
         try:
             chosen = (("text_encoders", text_encoders), ("text_encoders", text_encoder_2), ("vae", vae))
             paths = [folders.find_component(kind, read_file(name)) for kind, name in chosen]
             kept = KEPT[str(folders.folder_in_output(cache_folder, "cache_folder"))]
-            return [
-                sum(not each.is_file() for each in kept),
-                *paths,
-                *(folders.state_of(Path(path)) for path in paths if path),
-            ]
+            states = (folders.state_of(Path(path)) for path in paths if path)
+            return [sum(not each.is_file() for each in kept), *paths, *states]
         except (ValueError, OSError) as error:
             return str(error)  # execute says it where the user sees it
 
@@ -208,10 +202,10 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         stock_vae, own_vae = sockets.get("stock_vae"), partial(folders.find_component, "vae", read_file(sockets["vae"]))
         vae_file = path_of_vae(stock_vae) if stock_vae is not None else own_vae()
         clip_files, clip_type = files_of_clip(sockets.get("stock_clip"), model.model.path)
-        find = remember_clip(sockets, partial(_clip_of_files, model))
+        load = partial(_clip_of_files, model)
+        find = remember_clip(sockets, load, weighs=cache.caption_weights) if encoders.clip else None
         made = dataclasses.replace(dataset, cache=cache, vae_file=vae_file, clip_files=clip_files, clip_type=clip_type)
-        named = partial(_named_clip, find, cache.caption_weights) if encoders.clip else None
-        return io.NodeOutput(dataclasses.replace(made, find_clip=named))
+        return io.NodeOutput(dataclasses.replace(made, find_clip=find))
 
 
 def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:
@@ -224,9 +218,7 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
 
     for socket, loader in _CLASS_OF.items():
         if socket in sockets and sockets[socket] is None:
-            raise ValueError(
-                f"{socket} is connected, but its loader found none in its file; use another loader ({loader})"
-            )
+            raise ValueError(f"{socket} is connected, but its loader found none in its file; use another ({loader})")
     given = sockets["stock_clip"] if "stock_clip" in sockets else _clip_of_files(model, sockets)
     clip = None if given is None else HostClip(given, weighs=sockets.get("caption_weights", False))
     stock_vae, named = sockets.get("stock_vae"), read_file(sockets["vae"])
@@ -235,10 +227,6 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
     vae = None if stock_vae is None else HostVae(stock_vae)
     vision = HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
     return ComfyEncoders(clip, vae, HostConditioner(clip, vae, vision) if condition else None)
-
-
-def _named_clip(find: Callable[[], Any], weighs: bool) -> Any:
-    return None if (clip := find()) is None else HostClip(clip, weighs=weighs)
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
@@ -261,9 +249,8 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
         raise ValueError(f"{info.family.title} takes no files of text encoders here; connect its CLIP to stock_clip")
     if len(files) != (wanted := len(known.patterns["text_encoders"])):
         raise ValueError(
-            f"{info.family.title} takes {wanted} files of text encoders, and {len(files)} are chosen "
-            f"({', '.join(filter(None, names))}); choose them in text_encoders and text_encoder_2, or connect "
-            "Load CLIP to stock_clip"
+            f"{info.family.title} takes {wanted} files of text encoders, and {len(files)} are chosen; choose them in "
+            "text_encoders and text_encoder_2, or connect Load CLIP to stock_clip"
         )
     return load_clip_files(files, known.clip_type, model.model.path if model.model.family == COMFYUI else "")
 
@@ -275,41 +262,33 @@ def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]
     """
     from .host.native.files import known_files
 
-    asked = {name: link not in sockets and not read_file(sockets[name]) for name, link in _LINK_OF.items()}
-    if Path(model.model.path).is_dir() or not any(asked.values()):
+    open_ones = [name for name, link in _LINK_OF.items() if link not in sockets and not read_file(sockets[name])]
+    if not open_ones or Path(model.model.path).is_dir() or (info := model.read()).pipeline_folder is not None:
         return sockets
-    info = model.read()
-    known = known_files(info)
-    if info.pipeline_folder is not None:
-        return sockets
-    for name in (each for each in _LINK_OF if asked[each]):
-        first, *others = known.names[name] or ("",)
-        if first and all(others):
-            sockets = (
-                sockets | {name: first} | ({"text_encoder_2": "\n".join(others)} if name == "text_encoders" else {})
-            )
-        else:
+    known, chosen = known_files(info), dict(sockets)
+    for name in open_ones:
+        if not (files := known.names[name]) or not all(files):
             looked_for = f" ({', '.join(known.patterns[name])})" if known.patterns[name] else ""
             raise ValueError(
                 f"{info.family.title} needs files in models/{name} that are not there{looked_for}; put them there, "
                 f"choose others in {name}, or connect {_CLASS_OF[_LINK_OF[name]]} to {_LINK_OF[name]}"
             )
-    return sockets
+        chosen[name], *others = files
+        if name == "text_encoders":
+            chosen["text_encoder_2"] = "\n".join(others)
+    return chosen
 
 
 def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:
     """The part of the cache's settings that names the encoders; says which sockets have no effect."""
     settings = {"text_quantize": "none"} if encoders.clip else {}
     settings |= {"vision_source": encoders.conditioner.sees_with} if encoders.conditioner else {}
-    sources = {
-        "text_encoders": (encoders.clip, "text_source", "stock_clip"),
-        "vae": (encoders.vae, "latent_source", "stock_vae"),
-    }
-    for socket, (encoder, source, link) in sources.items():
+    sources = {"text_encoders": ("text_source", encoders.clip), "vae": ("latent_source", encoders.vae)}
+    for socket, (source, encoder) in sources.items():
         name = read_file(sockets[socket])
         settings |= {source: encoder.fingerprint} if encoder else {}
         settings[socket] = "" if encoder else folders.find_component(socket, name)
-        if encoder and name and link in sockets:
+        if encoder and name and _LINK_OF[socket] in sockets:
             _log.warning("%s %r has no effect: what is connected to the node encodes in its place", socket, name)
     return settings
 
@@ -317,14 +296,17 @@ def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, 
 # ---- what a training needs of the CLIP, computed before it begins: in the background no CLIP of this graph is there
 
 
-def remember_clip(sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], Any]) -> Callable[[], Any]:
+def remember_clip(
+    sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], Any], *, weighs: bool
+) -> Callable[[], HostClip | None]:
     """A function that gives the CLIP of a cache node's sockets again; None where it is gone.
 
     A connected one is held by ComfyUI alone: a dataset must not keep a text encoder in memory. One of files is loaded.
     """
-    if sockets.get("stock_clip") is not None:
-        return weakref.ref(sockets["stock_clip"])
-    return partial(load, {name: sockets[name] for name in ("text_encoders", "text_encoder_2") if name in sockets})
+    files = {name: sockets[name] for name in ("text_encoders", "text_encoder_2") if name in sockets}
+    connected = sockets.get("stock_clip")
+    find = partial(load, files) if connected is None else weakref.ref(connected)
+    return lambda: None if (clip := find()) is None else HostClip(clip, weighs=weighs)
 
 
 def encode_prompts(
@@ -334,9 +316,7 @@ def encode_prompts(
 
     To be called outside of TrainingModel.prepared, in which ComfyUI's kernels are others.
 
-    Args:
-        info: the job's model, if only ComfyUI can read it.
-        check: raises what refuses the training; called before a text encoder is loaded, if one is needed.
+    info: the job's model, if only ComfyUI can read it. check: called before a text encoder is loaded, if one is needed.
     Raises: ValueError where the CLIP is gone; what check raises.
     """
     from ..events import EventLog

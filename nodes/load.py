@@ -140,7 +140,7 @@ def _inputs() -> list[Socket | io.Input]:
 
 
 def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, tuple[torch.device, ...]]:
-    """What is asked for, and the devices that it means."""
+    """The settings, and the devices that they mean."""
     from ..jobs.resolve import find_machine
     from ..parallel.devices import hidden_gpus
 

@@ -123,6 +123,13 @@ class _SplitNode(io.ComfyNode):
         """A device or balance that no list has is refused by execute, which says what would work."""
         return links_fit(cls, input_types)
 
+    @classmethod
+    def shown(cls, model: Any) -> io.NodeOutput:
+        from .host.split.model import blocks_by_card, describe_split
+
+        host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
+        return io.NodeOutput(model, ui={"blocks": blocks_by_card(model)})
+
 
 class SplitModel(_SplitNode):
     @classmethod
@@ -149,11 +156,9 @@ class SplitModel(_SplitNode):
         request = _read_request(sockets)
         if request is None:
             return io.NodeOutput(model)
-        from .host.split.model import blocks_by_card, describe_split, split_model
+        from .host.split.model import split_model
 
-        split = split_model(model, request)
-        host.NodeView(cls.hidden.unique_id).show_text(describe_split(split))
-        return io.NodeOutput(split, ui={"blocks": blocks_by_card(split)})
+        return cls.shown(split_model(model, request))
 
 
 class LoadDiffusionModelSplit(_SplitNode):
@@ -190,38 +195,30 @@ class LoadDiffusionModelSplit(_SplitNode):
     @said_on_node
     def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
         path = folders.find_checkpoint(unet_name)
-        from .host.split.model import blocks_by_card, describe_split, load_split_model
+        from .host.split.model import load_split_model
 
-        model = load_split_model(path, weight_dtype, _only_device(sockets) or _read_request(sockets))
-        host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
-        return io.NodeOutput(model, ui={"blocks": blocks_by_card(model)})
-
-
-def _only_device(sockets: dict[str, Any]) -> torch.device | None:
-    """The device that holds the whole model, where devices and an allocation name no other."""
-    balance = _read_balance(sockets)
-    named = {find_device(name) for name in read_devices(sockets["devices"])}
-    named |= set() if isinstance(balance, str) else set(balance.gpus)
-    return named.pop() if len(named) == 1 else None
+        named, balance = _read_devices(sockets)
+        only = {*named, *getattr(balance, "gpus", ())}
+        place = only.pop() if len(only) == 1 else _read_request(sockets)
+        return cls.shown(load_split_model(path, weight_dtype, place))
 
 
-def _read_balance(sockets: dict[str, Any]) -> Any:
-    """One of its options, or an Allocation. Raises: ValueError for what is neither."""
+def _read_devices(sockets: dict[str, Any]) -> tuple[tuple[torch.device, ...], Any]:
+    """The devices that are named, and one of the options of balance or an Allocation. Raises: ValueError for others."""
+    named = tuple(map(find_device, read_devices(sockets["devices"])))
     text = str(sockets["balance"]).strip() or _BALANCES[0]  # old workflows have an empty text
-    names = read_devices(sockets["devices"])
-    return text if text in _BALANCES else read_allocation(text, [*map(find_device, names)] or host.list_gpus())
+    return named, text if text in _BALANCES else read_allocation(text, named or host.list_gpus())
 
 
 def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
     """The request, or None where there is one GPU only and the model stays whole."""
-    from ..jobs.resolve import find_machine
     from .host.split.plan import SplitRequest
 
-    names, balance = read_devices(sockets["devices"]), _read_balance(sockets)
-    named = () if isinstance(balance, str) else balance.gpus
-    chosen = find_machine(names).devices if names else named or host.list_gpus()
+    named, balance = _read_devices(sockets)
+    named = named or getattr(balance, "gpus", ())
+    chosen = named or host.list_gpus()
     cuts = read_list(sockets["split_at"], int, "split_at")
-    if len(chosen) < 2 and not read_auto(sockets["devices"]) and not named:
+    if len(chosen) < 2 and not named:
         found = f"only {chosen[0]}" if chosen else "no GPU"
         _log.warning("split: this machine has %s; the model stays whole%s", found, hidden_gpus())
         return None
@@ -229,11 +226,9 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         text = ", ".join(map(str, cuts))
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
-    limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    names_as_they_are = "overlap", "offload", "verify", "exchange"
-    others: dict[str, Any] = {name: sockets[name] for name in names_as_they_are if name in sockets}
-    others["balance"] = balance
+    as_given = ("overlap", "offload", "verify", "exchange")
+    others: dict[str, Any] = {name: sockets[name] for name in as_given if name in sockets}
+    others |= {name: read_auto(sockets.get(name, AUTO)) or None for name in ("transport", "way")}
     others["shares"] = read_list(sockets.get("shares", "").replace(":", ","), float, "shares")
-    transport: Any = read_auto(sockets["transport"]) or None
-    way: Any = read_auto(sockets.get("way", AUTO)) or None
-    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, way=way, **others)
+    others["memory_limit_gb"] = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
+    return SplitRequest(chosen, balance, cuts, **others)

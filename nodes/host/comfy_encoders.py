@@ -1,8 +1,8 @@
 """ComfyUI's own CLIP and VAE as sources of the cache: what they make, and a name for everything that decides it.
 
-The name holds ComfyUI's version (its code tokenizes, weighs prompts and picks layers), the classes involved, their
-settings, the tokenizer with its vocabulary, and samples of the weights. What has no such name is refused: LoRA patches
-and hooks on a CLIP (ComfyUI knows them by random ids), wrappers and replaced methods of other packs.
+The name holds ComfyUI's version, the classes involved, their settings, the tokenizer with its vocabulary, and samples
+of the weights. What has no such name is refused: LoRA patches and hooks on a CLIP, wrappers and replaced methods of
+other packs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_AS_LOADED = "connect it as it comes from its loader"
 _IN_NO_TEXT = "\ud800"  # half of a character, which no UTF-8 holds
 _PLAIN = (str, bool, int, float, type(None))
 # Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD leave out;
@@ -29,32 +30,15 @@ _PLAIN = (str, bool, int, float, type(None))
 _POOLED_BY_NOBODY = {"SDXLClipModel": "clip_l", "SD2ClipModel": "clip_h"}
 # What SDClipModel and its like read while encoding; layer choices are in options_default, the others vary per call.
 _ENCODER_SETTINGS = (
-    "options_default",
-    "max_length",
-    "num_layers",
-    "special_tokens",
-    "enable_attention_masks",
-    "zero_out_masked",
-    "layer_norm_hidden_state",
-    "return_attention_masks",
+    *("options_default", "max_length", "num_layers", "special_tokens", "enable_attention_masks"),
+    *("zero_out_masked", "layer_norm_hidden_state", "return_attention_masks"),
 )
 _VISION_SETTINGS = (
-    "image_size",
-    "image_mean",
-    "image_std",
-    "model_type",
-    "config",
-    "return_all_hidden_states",
-    "dtype",
+    *("image_size", "image_mean", "image_std", "model_type", "config", "return_all_hidden_states", "dtype"),
 )
 _VAE_SETTINGS = (
-    "vae_dtype",
-    "latent_channels",
-    "latent_dim",
-    "output_channels",
-    "pad_channel_value",
-    "crop_input",
-    "not_video",
+    *("vae_dtype", "latent_channels", "latent_dim", "output_channels"),
+    *("pad_channel_value", "crop_input", "not_video"),
 )
 
 
@@ -121,7 +105,7 @@ class HostClip(_Encoder):
             self.asked = copy.copy(clip)
             self.asked.tokenizer = _LiteralTokenizer(clip.tokenizer)
         if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
-            raise ValueError("stock_clip has hooks; connect the CLIP as it comes from its loader")
+            raise ValueError(f"stock_clip has hooks; {_AS_LOADED}")
         _refuse_replaced(clip.tokenizer, "tokenizer")
         settings = {
             "layer_idx": _plain(clip.layer_idx),
@@ -189,8 +173,7 @@ def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
 
     if found := attached_to(patcher):
         raise ValueError(
-            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; connect it as it comes "
-            "from its loader"
+            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; {_AS_LOADED}"
         )
     facts = {
         "settings": settings,
@@ -228,15 +211,11 @@ def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any
 
 
 def _refuse_replaced(value: Any, name: str) -> None:
-    """Refuse an object of which another pack has replaced a method: its class no longer says what it computes."""
-    replaced = [
-        key for key, item in vars(value).items() if callable(getattr(type(value), key, None)) and callable(item)
-    ]
-    if replaced:
-        raise ValueError(
-            f"{', '.join(replaced)} of the encoder's {name or 'model'} has been replaced by another pack, which "
-            "no cache key can name; connect the encoder as it comes from its loader"
-        )
+    """Raises: ValueError if another pack has replaced a method: the class does not say what that computes."""
+    kind, own = type(value), vars(value).items()
+    if replaced := [key for key, item in own if callable(getattr(kind, key, None)) and callable(item)]:
+        what = f"{', '.join(replaced)} of the encoder's {name or 'model'}"
+        raise ValueError(f"{what} has been replaced by another pack, which no cache key can name; {_AS_LOADED}")
 
 
 def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -261,10 +240,7 @@ def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON knows it.
-
-    Raises: ValueError for an object, which has no one spelling.
-    """
+    """The value as JSON knows it. Raises: ValueError for an object, which has no one spelling."""
     import torch
 
     if isinstance(value, _PLAIN):

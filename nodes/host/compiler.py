@@ -1,10 +1,9 @@
 """ComfyUI's compiler, and how this pack's forwards stay outside of it.
 
-Since 0.35 ComfyUI records what a forward allocates (an allocation graph, comfy/model_prefetch.py) and hands out the
-same addresses at the next one. It also captures single blocks as CUDA graphs. Both belong to one thread, one stream and
-one card (docs/internals/upstream_facts.md). The host has two switches, which it reads whenever a forward begins.
-`outside` sets those that are there and puts back what they were. They are the process's: while one of ours computes,
-nobody else's forward is recorded.
+Since 0.35 ComfyUI records what a forward allocates (comfy/model_prefetch.py) and hands out the same addresses at the
+next one. It also captures single blocks as CUDA graphs. Both belong to one thread, one stream and one card
+(docs/internals/upstream_facts.md). Two switches of the process say whether, whenever a forward begins. While one of
+ours computes, nobody else's forward is recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from ...events import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -28,78 +29,65 @@ _CAPTURE_ERRORS = ("stream is capturing", "during capture", "while capturing")  
 
 
 class _Failure(RuntimeError):
-    """Says already what to switch off."""
+    """Says what to switch off."""
 
 
-class _Switches:
-    """The host's switches, set while anybody is inside; the last to leave puts back what was there before."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # Python's collector may have a patcher detach, and so leave, at any place
-        self._num_inside = 0
-        self._before: dict[str, bool] = {}
-
-    def enter(self) -> None:
-        args = _arguments()
-        with self._lock:
-            if self._num_inside == 0:
-                self._before = {name: getattr(args, name) for name in (_ALLOCATIONS, _CAPTURES) if hasattr(args, name)}
-            self._num_inside += 1
-            for name in self._before:
-                setattr(args, name, True)
-
-    def leave(self) -> None:
-        args = _arguments()
-        with self._lock:
-            self._num_inside -= 1
-            for name, value in self._before.items() if self._num_inside == 0 else ():
-                if getattr(args, name):  # else somebody else has put it back meanwhile
-                    setattr(args, name, value)
+_LOCK = threading.RLock()  # Python's collector may have a patcher detach, and so leave, at any place
+_inside: list[dict[str, bool]] = []  # switches as whoever is inside found them
 
 
-_SWITCHES = _Switches()
+@contextmanager
+def _switched() -> Iterator[None]:
+    """Inside, ComfyUI's switches are set; the last to leave puts back what the first one found."""
+    args = _arguments()
+    with _LOCK:
+        found = {name: getattr(args, name) for name in (_ALLOCATIONS, _CAPTURES) if hasattr(args, name)}
+        _inside.append(_inside[0] if _inside else found)
+        vars(args).update(dict.fromkeys(found, True))
+    try:
+        yield
+    finally:
+        with _LOCK:
+            before = _inside.pop()
+            # What is off by now somebody else has put back meanwhile.
+            vars(args).update({name: value for name, value in before.items() if not _inside and getattr(args, name)})
 
 
 @contextmanager
 def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterator[None]:
     """Inside, ComfyUI records no allocation graph and captures no block, in any thread; one that is active in this
-    thread already is ended first, by ComfyUI's own way of doing so.
+    thread is ended first.
 
-    Args:
-        devices: where the forward runs; each is asked about.
-        about: what runs, for messages.
+    devices: where the forward runs. about: what runs, for messages.
     Raises: RuntimeError that names the launch flag if the compiler fails inside, or cannot be switched off.
     """
-    _SWITCHES.enter()
-    try:
-        _prepare(devices, about)
-        yield
-    except RuntimeError as error:
-        is_known, text = isinstance(error, _Failure), str(error)
-        if text.startswith(_ERROR) and not is_known:
-            raise _failure(about, f"it says {text!r}", _ALLOCATIONS) from error
-        if any(words in text for words in _CAPTURE_ERRORS) and not is_known:
-            first_line = text.partition("\n")[0]
-            raise _failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
-        raise
-    finally:
-        _SWITCHES.leave()
+    with _switched():
+        try:
+            _prepare(devices, about)
+            yield
+        except _Failure:
+            raise
+        except RuntimeError as error:
+            text = str(error)
+            if text.startswith(_ERROR):
+                raise _failure(about, f"it says {text!r}", _ALLOCATIONS) from error
+            if any(words in text for words in _CAPTURE_ERRORS):
+                fault = f"the capture of a block failed with {first_line(error)!r}"
+                raise _failure(about, fault, _CAPTURES) from error
+            raise
 
 
 def _prepare(devices: Iterable[torch.device], about: str) -> None:
-    """End a graph that is active in this thread.
-
-    Raises: RuntimeError if the host would record although its switches are set, for it changed in an unknown way, or
-        has no way to end a graph.
+    """End a graph that is active in this thread. Raises: RuntimeError if ComfyUI has no way to, or would record
+    although its switches are set.
     """
     prefetch = sys.modules.get("comfy.model_prefetch")  # None: nothing has imported it, nothing can have begun a graph
     is_enabled = getattr(prefetch, "malloc_graph_enabled", lambda device: not hasattr(_arguments(), _ALLOCATIONS))
     still = [str(each) for each in devices if is_enabled(each)] if hasattr(prefetch, "malloc_graph_begin") else []
     if still:
         raise RuntimeError(
-            f"this ComfyUI records allocation graphs on {', '.join(still)} in a way that this version of the pack "
-            "cannot switch off; update the pack, start ComfyUI with --disable-comfy-compiler, or use the MODEL without "
-            "the split"
+            f"this ComfyUI records allocation graphs on {', '.join(still)}, which this version of the pack cannot "
+            "switch off; update the pack, or start ComfyUI with --disable-comfy-compiler"
         )
     thread = threading.get_ident()
     marked = getattr(prefetch, "MALLOC_GRAPHS", {}).get(thread)  # 0.35 lists active graphs, later versions mark them

@@ -1,17 +1,14 @@
 """Names from sockets become paths here, and nowhere else.
 
-A workflow is often somebody else's. So what a node reads lies in a folder that ComfyUI uses itself (input, output,
-temp, user, and every model folder, those of extra_model_paths included), or in one that the user of this machine has
-allowed, once, in a file that no workflow can write:
+A workflow is often somebody else's. So what a node reads lies in a folder of ComfyUI's (input, output, temp, user, and
+every model folder), or in one that the user of this machine allows in a file that no workflow can write:
 
     # devicebridge.toml in ComfyUI's user folder
     allowed_folders = ["/data/images", "/mnt/models"]
-    allowed_hosts = ["comfy.example"]
+    allowed_hosts = ["comfy.example"]  # under which a browser may ask for what the page shows (runs/guard.py)
 
-The second are names under which a browser may ask for what the page shows (runs/guard.py).
-
-A link counts as what it leads to. A path elsewhere is refused before anything is asked about it: the message does not
-tell whether it is there. What is written always lies in ComfyUI's output folder.
+A link counts as what it leads to. The refusal of a path elsewhere does not tell whether it is there. What is written
+always lies in ComfyUI's output folder.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -44,10 +42,8 @@ _MAY_BE_NAMES = {"model.path", "samples.vae", *STOCK_FILES}  # in ComfyUI's fold
 def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Path:
     """A folder to read from: a name inside ComfyUI's input folder, or the full path of one that may be read.
 
-    Args:
-        ask: called while the folder is looked through; raises to stop.
-    Raises: ValueError if it is no folder, if a relative name leads out of the input folder, or if it or something in
-        it lies where nodes may not read.
+    ask: called while the folder is looked through; raises to stop.
+    Raises: ValueError if it is no folder there, or something in it lies where nodes may not read.
     """
     path = _named_folder(name, what)
     _refuse_links_outside(path, what, ask)
@@ -56,8 +52,7 @@ def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Pa
 
 def _named_folder(name: str, what: str) -> Path:
     """As folder_in_input, without a look at what it holds."""
-    name = name.strip()
-    if not name:
+    if not (name := name.strip()):
         raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
     path = _expanded(name, what)
     if not path.is_absolute():
@@ -69,10 +64,7 @@ def _named_folder(name: str, what: str) -> Path:
 
 
 def readable_path(name: str, what: str) -> Path:
-    """A file or folder to read from, by its full path.
-
-    Raises: ValueError if it is not there, or lies where nodes may not read.
-    """
+    """A file or folder, by its full path. Raises: ValueError if it is not there, or lies where nodes may not read."""
     path = _expanded(name, what)
     _refuse_unreadable(path, name, what)
     if not path.exists():
@@ -86,16 +78,14 @@ def find_component(kind: str, name: str) -> str:
 
     Raises: ValueError if there is nothing of that name, or nodes may not read it.
     """
-    name = name.strip()
-    if not name:
+    if not (name := name.strip()):
         return ""
     if _expanded(name, kind).is_absolute():
         return str(readable_path(name, kind))
-    candidates = [_inside(Path(base), name, kind) for base in folder_paths.get_folder_paths(kind)]
-    for candidate in candidates:
-        if candidate.exists():
-            return str(readable_path(str(candidate), kind))
-    raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(map(str, candidates))}")
+    places = [_inside(Path(base), name, kind) for base in folder_paths.get_folder_paths(kind)]
+    if found := next(filter(Path.exists, places), None):
+        return str(readable_path(str(found), kind))
+    raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(map(str, places))}")
 
 
 def list_components(kind: str) -> list[str]:
@@ -125,21 +115,16 @@ def list_input_folders() -> list[str]:
 
 
 def own_datasets() -> list[str]:
-    """Those of list_input_folders with files that lie in ComfyUI's input folder, where captions may be written."""
+    """Folders with files in ComfyUI's input folder, where captions may be written."""
     base = Path(folder_paths.get_input_directory())
     return [name for name in list_input_folders() if not Path(name).is_absolute() and _has_files(base / name)]
 
 
 def own_dataset(name: str, file: str) -> Path:
-    """The folder of one of own_datasets; of a `file` no other is looked at.
-
-    Raises: ValueError if it leads out of the input folder, or what is wanted of it to where nodes may not read.
-    """
+    """The folder of one of own_datasets. Raises: ValueError if it, or this file or folder in it, leads out."""
     path = _named_folder(name, "folder")
     refuse_writing(path)
-    wanted = path / os.path.basename(file)
-    if os.path.isdir(wanted):
-        _refuse_links_outside(wanted, "folder")
+    _refuse_links_outside(path / os.path.basename(file), "folder")
     return path
 
 
@@ -147,10 +132,7 @@ def refuse_writing(folder: Path) -> None:
     """Raises: ValueError for a dataset folder outside ComfyUI's input folder, where no captions are written."""
     base = os.path.realpath(folder_paths.get_input_directory())
     if not _is_below(folder, [base]):
-        raise ValueError(
-            f"captions are written in ComfyUI's input folder only, and {folder} is not below {base}; move it there, or "
-            "write its captions by hand"
-        )
+        raise ValueError(f"captions are written in ComfyUI's input folder only; move {folder} into {base}")
 
 
 def shown_picture(picture: Picture) -> dict[str, str]:
@@ -184,10 +166,7 @@ def _has_files(folder: Path) -> bool:
 
 
 def folder_in_output(name: str, what: str) -> Path:
-    """A folder to write to, always inside ComfyUI's output folder; not made yet.
-
-    Raises: ValueError for a name that leads elsewhere, also over a link.
-    """
+    """A folder to write to, not made yet. Raises: ValueError for one outside of the output folder, also by a link."""
     folder = _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
     _refuse_writing_elsewhere(folder, what)
     return folder
@@ -223,13 +202,8 @@ def list_models() -> list[str]:
 
 def _gguf_files() -> list[str]:
     """Names of those in models/diffusion_models, whose own list of endings lacks this one."""
-    return sorted(
-        os.path.relpath(os.path.join(folder, name), base)
-        for base in folder_paths.get_folder_paths("diffusion_models")
-        for folder, _, files in os.walk(base, followlinks=True)
-        for name in files
-        if name.endswith(".gguf")
-    )
+    bases = folder_paths.get_folder_paths("diffusion_models")
+    return sorted(name for base in bases for name in glob("**/*.gguf", root_dir=base, recursive=True))
 
 
 def list_checkpoints() -> list[str]:
@@ -237,42 +211,29 @@ def list_checkpoints() -> list[str]:
 
 
 def find_checkpoint(name: str) -> Path:
-    """The file of a name of list_checkpoints.
-
-    Raises: ValueError if there is no such file, or ComfyUI's own loader does not read it.
-    """
+    """The file of a name of list_checkpoints. Raises: ValueError for any other, and for GGUF."""
     if name.endswith(".gguf"):
         raise ValueError(
             f"{name!r} is a GGUF file, which ComfyUI itself does not load; take ComfyUI-GGUF's Unet Loader, and "
             "put Split Model Across GPUs behind"
         )
-    found = folder_paths.get_full_path("diffusion_models", name)
-    if found is None:
-        raise ValueError(
-            f"{name!r} is not in models/diffusion_models; found there: {', '.join(list_checkpoints()) or 'nothing'}"
-        )
-    return Path(found)
+    if found := folder_paths.get_full_path("diffusion_models", name):
+        return Path(found)
+    there = ", ".join(list_checkpoints()) or "nothing"
+    raise ValueError(f"{name!r} is not in models/diffusion_models; found there: {there}")
 
 
 def find_model(name: str, path: str) -> Path:
-    """The checkpoint a loader names: an entry of list_models, or a path of the user's own.
-
-    Raises: ValueError if there is no such file or folder, or nodes may not read it.
-    """
+    """An entry of list_models, or a path of the user's own. Raises: ValueError as readable_path."""
     if name == USE_PATH:
         if not path.strip():
-            raise ValueError(
-                f"the model is {USE_PATH!r}, but path is empty; give the path of a checkpoint file or model folder"
-            )
+            raise ValueError(f"model is {name!r}, and path is empty; give that of a checkpoint file or model folder")
         return readable_path(path, "model")
     files = (folder_paths.get_full_path(kind, name) for kind in _OF_MODELS)
-    found = next(filter(None, files), None) or _diffusers_folders().get(name)
-    if found is None:
-        raise ValueError(
-            f"model {name!r} is in none of models/{', models/'.join(_OF_MODELS)} and models/diffusers; found there: "
-            f"{', '.join(list_models()) or 'nothing'}"
-        )
-    return Path(found)
+    if found := next(filter(None, files), None) or _diffusers_folders().get(name):
+        return Path(found)
+    places, there = ", ".join((*_OF_MODELS, "diffusers")), ", ".join(list_models()) or "nothing"
+    raise ValueError(f"model {name!r} is in none of {places} of models; found there: {there}")
 
 
 def _diffusers_folders() -> dict[str, str]:
@@ -295,28 +256,25 @@ def settings_file() -> Path:
 
 
 def memory_folder() -> Path:
-    """Where the queue and the jobs of runs are remembered, which need not exist: what ComfyUI calls the directory of a
-    system user, kept from every request. (Its get_system_user_directory is newer than our nodes' oldest ComfyUI.)"""
+    """Where the queue and the jobs of runs are remembered, which need not exist: the directory of a system user, which
+    ComfyUI keeps from every request."""
     return Path(folder_paths.get_user_directory()) / MEMORY
 
 
 def _refuse_unreadable(path: Path, name: str, what: str) -> None:
-    """Raises: ValueError if it lies neither in a folder of ComfyUI's nor in one the user has allowed."""
+    """Raises: ValueError if it lies neither in a folder of ComfyUI's nor in one that the user allows."""
     if not _is_below(path, _readable_folders()):
         _refuse(f"{what} {name!r}", path)
 
 
 def refuse_job(job: JobConfig) -> None:
-    """What nodes refuse, of a job wherever it comes from: asked by the nodes, and again when a process is started.
+    """Asked by the nodes, and again when a process is started.
 
     Raises: ValueError for a job that reads where nodes may not, writes elsewhere than below ComfyUI's output folder, or
         imports a package by name.
     """
     if job.optimizer.allow_import:
-        raise ValueError(
-            "optimizer.allow_import runs the code of any package, which only a job file that you start yourself may "
-            "ask for: devicebridge train job.toml"
-        )
+        raise ValueError("optimizer.allow_import runs any code; start this job yourself by devicebridge train job.toml")
     for key, name in paths_of(job):
         path = _expanded(name, key)
         if key in _WRITTEN:
@@ -346,15 +304,14 @@ def _writable_folders() -> list[str]:
 
 def refuse_uploads_to(place: Path) -> None:
     """Raises: ValueError for a file or folder that requests write: what lies there may be anybody's."""
-    of_uploads = (folder_paths.get_input_directory, folder_paths.get_output_directory, folder_paths.get_temp_directory)
-    if _is_below(place, [os.path.realpath(each()) for each in of_uploads]):
+    if _is_below(place, map(os.path.realpath, _of_uploads())):
         raise ValueError(f"{place} lies in a folder that uploads go to; start ComfyUI with another --user-directory")
 
 
 def _refuse(what: str, path: Path) -> NoReturn:
     raise ValueError(
-        f"{what} is not in a folder that nodes read from: those of ComfyUI (input, output, models, temp, user), and "
-        f"those that you allow. Move it into one, or {_allow(path)}"
+        f"{what} is not in a folder that nodes read from. Move it into one of ComfyUI's (input, output, models, temp, "
+        f"user), or {_allow(path)}"
     )
 
 
@@ -386,25 +343,22 @@ def state_of(place: Path, ask: Callable[[], None] = go_on) -> list[tuple[str, in
 
     Raises: ValueError for a folder of far more than a dataset.
     """
-    found = []
-    for file in _entries(place, ask) if place.is_dir() else (place,):
-        if file.is_file():
-            status = file.stat()
-            found.append((file.relative_to(place).as_posix(), status.st_size, status.st_mtime_ns))
-    return found
+    files = filter(Path.is_file, _entries(place, ask) if place.is_dir() else (place,))
+    found = ((each.relative_to(place).as_posix(), each.stat()) for each in files)
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found]
 
 
 def _readable_folders() -> list[str]:
-    own = [
-        folder_paths.get_input_directory(),
-        folder_paths.get_output_directory(),
-        folder_paths.get_temp_directory(),
-        folder_paths.get_user_directory(),
-        folder_paths.models_dir,
-    ]
+    own = [*_of_uploads(), folder_paths.get_user_directory(), folder_paths.models_dir]
     kinds = folder_paths.folder_names_and_paths.items()
     of_models = [base for kind, (bases, *_) in kinds if kind != "custom_nodes" for base in bases]
     return [os.path.realpath(folder) for folder in (*own, *of_models, *_allowed("folders"))]
+
+
+def _of_uploads() -> list[str]:
+    """Folders that requests write to."""
+    places = folder_paths.get_input_directory, folder_paths.get_output_directory, folder_paths.get_temp_directory
+    return [each() for each in places]
 
 
 def allowed_hosts() -> list[str]:
@@ -416,12 +370,9 @@ def allowed_hosts() -> list[str]:
 
 
 def _allowed(what: str) -> list[str]:
-    """Folders or hosts of the settings file; none where it is not there.
-
-    Raises: ValueError naming the file if it holds something else, or lies where requests write.
-    """
-    file = settings_file()
-    if not file.exists():
+    """Folders or hosts of the settings file. Raises: ValueError for one that holds something else, or lies where
+    requests write."""
+    if not (file := settings_file()).exists():
         return []
     refuse_uploads_to(file)
     from ...config.ranges import check_path, parse_toml
@@ -437,8 +388,8 @@ def _allowed(what: str) -> list[str]:
     is_list = all(isinstance(each, list) and all(isinstance(one, str) for one in each) for each in (folders, hosts))
     if values or not is_list or not all(Path(folder).expanduser().is_absolute() for folder in folders):
         raise ValueError(
-            f"{file} holds {', '.join(values) or (folders, hosts)}; it holds full paths of folders and names of hosts, "
-            'such as allowed_folders = ["/data/images"] and allowed_hosts = ["comfy.example"], and nothing else'
+            f"{file} holds {', '.join(values) or (folders, hosts)}; it takes full paths and names of hosts, such as "
+            'allowed_folders = ["/data/images"] and allowed_hosts = ["comfy.example"], and nothing else'
         )
     return hosts if what == "hosts" else [str(Path(folder).expanduser()) for folder in folders]
 

@@ -398,7 +398,7 @@ def attention_that_brings_tensors(case: Case) -> None:
     for request in ({}, {"transport": "relay"}):
         patched = _changed(split(host.load("flux1"), **request), layer, HOME)
         run = functools.partial(host.sample, patched, "flux1")
-        words = ("diffusion_model.single_blocks.3.forward", "split_at", "without the split")
+        words = ("diffusion_model.single_blocks.3.forward", "split_at", "take the node out")
         case.refused(f"a layer, {request}", run, RuntimeError, *words)
         clean = host.sample(host.load("flux1", load_device=CPU), "flux1")
         case.equal("and without it all is well", host.sample(split(host.load("flux1"), **request), "flux1"), clean)

@@ -227,7 +227,7 @@ def tensor_refusals(case: Case) -> None:
     reference = host.sample(host.load(name, load_device=CPU), name)
     near(case, "without them", host.sample(divided, name), reference)
     case.refused("a class nobody described", lambda: tensor(host.load("sdxl")), ValueError, "UNetModel", "blocks")
-    case.refused("cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "manual")
+    case.refused("cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "split_at gives")
 
 
 @case

@@ -66,7 +66,7 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
             state = copy.deepcopy(state, memo)
         except (TypeError, RuntimeError, NotImplementedError, AttributeError, copy.Error) as error:
             raise RuntimeError(
-                f"{name} of this MODEL, a {type(module).__name__}, holds something that cannot be copied ({error}). "
+                f"{name} ({type(module).__name__}) of this MODEL holds something that cannot be copied ({error}). "
                 "Load the file with 'Load Diffusion Model Across GPUs' instead"
             ) from error
         lists: dict[str, Any] = {key: [] for key in ("weight_function", "bias_function") if key in state}
@@ -105,8 +105,8 @@ def check_independent(value: Any, held: Collection[int], what: str) -> None:
         for module in part.modules() if isinstance(part, nn.Module) else ():
             if id(module) in held:
                 raise ValueError(
-                    f"{what} was applied to the MODEL before it was split, and holds a {type(module).__name__} of it. "
-                    "Put the split directly after the loader and that node after it"
+                    f"{what} was applied to the MODEL before it was split and holds on to it ({type(module).__name__} "
+                    "layer). Put the split directly after the loader and that node after it"
                 )
 
 

@@ -4,7 +4,6 @@ import ast
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import importlib
 import inspect
 import json
@@ -876,8 +875,7 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
     monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
     job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
-    remembered = captions.remember_clip({"stock_clip": clip}, lambda files: "another")
-    find = functools.partial(captions._named_clip, remembered, False)
+    find = captions.remember_clip({"stock_clip": clip}, lambda files: "another", weighs=False)
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
     captions.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
     assert [each.fingerprint for each in seen] == ["clip"]
@@ -886,7 +884,8 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
         captions.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
     captions.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"), lambda: None)  # none to draw
     names = {"text_encoders": "clip.safetensors", "text_encoder_2": "[none]"}
-    assert captions.remember_clip({**names, "vae": "x"}, dict)() == names, "one of files is loaded again"
+    found = captions.remember_clip({**names, "vae": "x"}, dict, weighs=False)()
+    assert found.fingerprint == names, "one of files is loaded again"
 
 
 class _Encoding:
