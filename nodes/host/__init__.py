@@ -1,7 +1,6 @@
 """ComfyUI, the host, as the nodes see it. No other room of the pack imports anything of ComfyUI's.
 
-Only `comfy_api` is imported with this file; schemas are made of it. Functions import the rest themselves, because that
-may set up devices. Names from sockets become paths in folders.py; split/ spreads a MODEL over several cards.
+Only `comfy_api` is imported with this file. Functions import the rest themselves, because that may set up devices.
 """
 
 from __future__ import annotations
@@ -26,15 +25,12 @@ if TYPE_CHECKING:
     from ...checkpoints.checkpoint import CheckpointInfo
     from ...config.model import ModelConfig
 
-
 _PREVIEW_SIDE = 512  # pixels; ComfyUI sends no more
 
 
 class NodeView:
-    """What a running node shows on itself.
-
-    Nothing here raises when the user cancels: ComfyUI's own progress bar would, in the middle of a training step.
-    """
+    """What a running node shows on itself. Nothing here raises on Cancel, as ComfyUI's progress bar would in the middle
+    of a training step."""
 
     footer = ""  # what stands behind every text of the node that runs: its warnings
     _last: tuple[str, str, str] = "", "", ""  # the node that showed text last, what, and its footer then
@@ -121,10 +117,8 @@ def training_allowed() -> Iterator[None]:
 
 
 def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
-    """A file as ComfyUI's own model.
-
-    Raises: ValueError for one that cannot be trained; RuntimeError if this ComfyUI has changed what that relies on.
-    """
+    """A file as ComfyUI's own model. Raises: ValueError for one that cannot be trained; RuntimeError for a ComfyUI that
+    has changed what that relies on."""
     from .native import source
 
     compat.check("training")
@@ -134,9 +128,7 @@ def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
 @contextmanager
 def native_model(model: ModelConfig, info: CheckpointInfo | None = None) -> Iterator[CheckpointInfo]:
     """Inside, ComfyUI is ready to train its own model, which is given. info: the model, if it was read already.
-
-    Raises: as read_native; ValueError if ComfyUI was started with an attention that has no backward.
-    """
+    Raises: as read_native and native_training."""
     from .native.model import native_training
 
     with native_training():
@@ -156,7 +148,7 @@ def host_memory_freed() -> Iterator[None]:
 
 
 def known_gpus() -> tuple[torch.device, ...]:
-    """As list_gpus; () before ComfyUI has looked for its devices, which is not ours to begin."""
+    """As list_gpus; () before ComfyUI has looked for its devices."""
     return list_gpus() if "comfy.model_management" in sys.modules else ()
 
 

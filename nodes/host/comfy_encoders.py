@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_AS_LOADED = "connect it as it comes from its loader"
+AS_LOADED = "connect it as it comes from its loader"
 _IN_NO_TEXT = "\ud800"  # half of a character, which no UTF-8 holds
 _PLAIN = (str, bool, int, float, type(None))
 # Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD leave out;
@@ -105,7 +105,7 @@ class HostClip(_Encoder):
             self.asked = copy.copy(clip)
             self.asked.tokenizer = _LiteralTokenizer(clip.tokenizer)
         if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
-            raise ValueError(f"stock_clip has hooks; {_AS_LOADED}")
+            raise ValueError(f"stock_clip has hooks; {AS_LOADED}")
         _refuse_replaced(clip.tokenizer, "tokenizer")
         settings = {
             "layer_idx": _plain(clip.layer_idx),
@@ -172,9 +172,7 @@ def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
     from comfyui_version import __version__
 
     if found := attached_to(patcher):
-        raise ValueError(
-            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; {_AS_LOADED}"
-        )
+        raise ValueError(f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; {AS_LOADED}")
     facts = {
         "settings": settings,
         "object_patches": {name: _plain(value) for name, value in patcher.object_patches.items()},
@@ -215,7 +213,7 @@ def _refuse_replaced(value: Any, name: str) -> None:
     kind, own = type(value), vars(value).items()
     if replaced := [key for key, item in own if callable(getattr(kind, key, None)) and callable(item)]:
         what = f"{', '.join(replaced)} of the encoder's {name or 'model'}"
-        raise ValueError(f"{what} has been replaced by another pack, which no cache key can name; {_AS_LOADED}")
+        raise ValueError(f"{what} has been replaced by another pack, which no cache key can name; {AS_LOADED}")
 
 
 def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:

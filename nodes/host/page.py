@@ -45,11 +45,8 @@ def add_page() -> None:
     queue = background_queue()
     store = queue.store
     api = Api(store, queue, Host(_loras, describe_cards, _free, own_datasets, own_dataset, cards_of, _names))
-    if any((left := runs_folder() / ".jobs").glob("*.json")):
-        # It lay where browsers can write, so nobody knows who put its jobs there.
-        _log.warning(
-            "the jobs in %s, an earlier version's queue, are not started; queue them again, and remove it", left
-        )
+    if any((left := runs_folder() / ".jobs").glob("*.json")):  # where browsers can write
+        _log.warning("the jobs in %s, a queue of an earlier version, are not started; queue them again", left)
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body = bytearray()
@@ -73,18 +70,17 @@ def add_page() -> None:
 
 def background_queue() -> JobQueue:
     """The queue of trainings in processes of their own; those that need a ComfyUI get this one's code."""
-    return JobQueue(RunStore(runs_folder()), memory_folder(), _check, _held_by_models, own_command())
+
+    def check(job: JobConfig) -> None:
+        refuse_uploads_to(memory_folder())
+        refuse_job(job)
+
+    return JobQueue(RunStore(runs_folder()), memory_folder(), check, _held_by_models, own_command())
 
 
 def seen_queue() -> JobQueue:
     """The same queue for whoever starts nothing."""
     return JobQueue(RunStore(runs_folder()), memory_folder())
-
-
-def _check(job: JobConfig) -> None:
-    """Raises: ValueError for a job that this ComfyUI does not start."""
-    refuse_uploads_to(memory_folder())
-    refuse_job(job)
 
 
 def cards_of(job: JobConfig) -> tuple[str, ...]:
@@ -103,8 +99,7 @@ def own_command() -> list[str]:
 
 def refuse_cards_of_others(job: JobConfig) -> None:
     """Raises: RuntimeError if a training in the background, or another ComfyUI's, uses one of the job's cards."""
-    why = explain(cards_of(job), seen_queue().held())
-    if why:
+    if why := explain(cards_of(job), seen_queue().held()):
         raise RuntimeError(why)
 
 

@@ -30,7 +30,7 @@ def main() -> int:
 
     with (
         mock.patch.object(comfy.sd, "load_clip", lambda paths, **given: make_clip("flux2")),
-        mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("flux2_native")),
+        mock.patch.object(files, "load_vae", lambda path: make_vae("flux2_native")),
     ):
         return run(command)
 

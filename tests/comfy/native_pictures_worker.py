@@ -134,7 +134,7 @@ class Bench:
 
         with small_sizes(self.family), native_training(), endless_memory(), cards_of(job), ExitStack() as stack:
             stack.enter_context(mock.patch.object(HostDecoder, "decode", remember))
-            stack.enter_context(mock.patch.object(files, "_load_vae", lambda path, model_path: self.vae()))
+            stack.enter_context(mock.patch.object(files, "load_vae", lambda path: self.vae()))
             fill_job(check_job(job, info=self.info, is_to_train=False), lambda event: None, never, self.encoders())
             return run_job(job, info=self.info), drawn
 

@@ -10,7 +10,7 @@ import comfy.sd
 import comfy_extras.nodes_model_merging as merging
 import torch
 from comfy.samplers import calc_cond_batch
-from devicebridge.nodes.host.split.attachments import reason_against_overlap
+from devicebridge.nodes.host.split.attachments import reasons_against_overlap
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
@@ -198,7 +198,7 @@ def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
     case.check("which is called once a step", len(calls) == 3, len(calls))
     options = {"transformer_options": {}}
     with torch.inference_mode(False), torch.enable_grad():
-        reason = reason_against_overlap(divided.model, (), [], options)
+        reason = next(reasons_against_overlap(divided.model, (), [], options), "")
     case.check("with gradients", reason == "gradients are recorded", reason)
 
 

@@ -23,7 +23,7 @@ GUARDS: Mapping[str, Callable[[], Any]] = {
     "what blocks write is written back": _instead(Bridge, "_write_back", lambda self, module, output, goes_to: output),
     "what patches write is carried back": _instead(Borrowed, "settle", lambda self, back: None),
     "what is attached is seen": _instead(tree, "seen_attachments", lambda options: []),
-    "overlap looks at what is attached": _instead(sampling, "reason_against_overlap", lambda *args: ""),
+    "overlap looks at what is attached": _instead(sampling, "reasons_against_overlap", lambda *args: iter(())),
     "replaced methods go by relay": _instead(tree, "replaced_methods", lambda model: []),
     "exchanged lists go by relay": _instead(tree.SplitTree, "_is_in_place", lambda self, name: True),
     "what runs unseen is looked for": _instead(tree, "unseen_attachments", lambda *args: ()),

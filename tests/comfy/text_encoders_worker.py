@@ -126,7 +126,7 @@ class Bench:
         """Inside, files are what this bench has, and the captions of the job are in the cache."""
         with (
             mock.patch.object(comfy.sd, "load_clip", lambda *files, **given: self.clip()),
-            mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("sd")),
+            mock.patch.object(files, "load_vae", lambda path: make_vae("sd")),
             mock.patch("devicebridge.cli.native.prepared", lambda job: contextlib.nullcontext(self.info)),
             small_sizes(self.family),
         ):
@@ -358,7 +358,7 @@ def same_from_nodes(bench: Bench) -> Figures:
     }  # fmt: skip
     with (
         mock.patch.object(comfy.sd, "load_clip", lambda *files, **given: bench.clip()),
-        mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("sd")),
+        mock.patch.object(files, "load_vae", lambda path: make_vae("sd")),
         mock.patch.object(files, "path_of_vae", lambda vae: str(bench.clip_file)),
         mock.patch("server.PromptServer.instance", mock.MagicMock(), create=True),
         torch.inference_mode(),  # as ComfyUI runs nodes

@@ -2,11 +2,11 @@
 
 import { app } from '../../../scripts/app.js'
 import { showFolder } from './dataset.js'
-import { fill, gigabytes, h, number } from './dom.js'
+import { fill, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
 import { changed, load, state, subscribe } from './state.js'
-import { stateName, t, tooltipOf } from './words.js'
+import { stateName, t } from './words.js'
 
 const DRAWN_EVERY_MS = 1000
 const TRAINING_NODES = ['DeviceBridgeTrainLora', 'DeviceBridgeTrainLoraSimple']
@@ -18,9 +18,10 @@ const ANSWERED = 'devicebridge_run' // property of a training node: the run that
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
 
 export function addToNode(node) {
-  if (node.comfyClass?.startsWith('DeviceBridge')) keepTextsLow(node)
-  if (node.comfyClass?.startsWith('DeviceBridge')) foldAdvanced(node)
-  if (node.comfyClass?.startsWith('DeviceBridge')) takeTexts(node)
+  if (!node.comfyClass?.startsWith('DeviceBridge')) return
+  keepTextsLow(node)
+  foldAdvanced(node)
+  takeTexts(node)
   if (TRAINING_NODES.includes(node.comfyClass)) addLoss(node)
   if (node.comfyClass === 'DeviceBridgeTrainingDataset') addCaptions(node)
   if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
@@ -32,21 +33,6 @@ export function takeTexts(node) {
   for (const input of node.inputs ?? []) {
     if (TEXT_LINKS.includes(input.name) && input.type === 'COMBO') input.type = 'COMBO,STRING'
   }
-  tellFreeMemory(node)
-}
-
-/** Where ComfyUI speaks another language, its file hides what the node says of free memory; so it stands behind that text. */
-function tellFreeMemory(node) {
-  const widget = node.widgets?.find((each) => each.name === 'devices')
-  const text = tooltipOf(node.comfyClass, 'devices')
-  if (!widget || !text) return
-  Object.defineProperty(widget, 'tooltip', { configurable: true, get: () => `${text} ${freeMemory()}`.trim() })
-}
-
-function freeMemory() {
-  const told = state.cards.filter((card) => card.name !== 'host' && card.total != null && card.used != null)
-    .map((card) => `${card.name} ${gigabytes(card.total - card.used)} GB`)
-  return told.length ? t('Free when last looked at: {cards}.', { cards: told.join(', ') }) : ''
 }
 
 /** A field of several lines would take all the height that a node has once shown something in. */
@@ -55,14 +41,16 @@ function keepTextsLow(node) {
 }
 
 function addCaptions(node) {
-  const open = () => {
-    const toggle = 'Workspace.ToggleSidebarTab.devicebridge'
-    if (!document.querySelector('.db-panel')) app.extensionManager.command.execute(toggle)
+  addButton(node, 'captions', () => {
+    if (!document.querySelector('.db-panel')) app.extensionManager.command.execute('Workspace.ToggleSidebarTab.devicebridge')
     showFolder(node.widgets.find((widget) => widget.name === 'folder')?.value)
-  }
-  const widget = node.addWidget('button', 'captions', null, open, { serialize: false })
+  }).label = t('Captions and buckets')
+}
+
+function addButton(node, name, action, options = {}) {
+  const widget = node.addWidget('button', name, null, action, { serialize: false, ...options })
   widget.serialize = false // neither in the workflow's file
-  widget.label = t('Captions and buckets')
+  return widget
 }
 
 /** The canvas shows every advanced widget; here they are behind a button, as nodes made by Vue have one themselves. */
@@ -70,8 +58,7 @@ function foldAdvanced(node) {
   const setting = app.extensionManager.setting
   const folded = (node.widgets ?? []).filter((widget) => widget.options?.advanced)
   if (!folded.length || setting.get('Comfy.VueNodes.Enabled') || setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')) return
-  const unfold = node.addWidget('button', 'advanced', null, () => show(!folded[0].hidden), { serialize: false, canvasOnly: true })
-  unfold.serialize = false // neither in the workflow's file
+  const unfold = addButton(node, 'advanced', () => show(!folded[0].hidden), { canvasOnly: true })
   const show = (isFolded) => {
     for (const widget of folded) widget.hidden = isFolded
     unfold.label = isFolded ? t('Show advanced inputs') : t('Hide advanced inputs')

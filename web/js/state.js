@@ -152,11 +152,7 @@ function rest() {
   changed()
 }
 
-let isListening = false
-
 export function listen() {
-  if (isListening) return
-  isListening = true
   api.addEventListener('devicebridge.page', ({ detail }) => hear(detail))
   api.addEventListener('devicebridge.event', ({ detail }) => hearEvent(detail))
   for (const name of ['executing', 'execution_success', 'execution_error', 'execution_interrupted', 'reconnected']) api.addEventListener(name, rest)

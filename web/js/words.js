@@ -3,15 +3,12 @@
 import { api } from '../../../scripts/api.js'
 
 let words = {}
-let nodes = {} // texts of nodes
 
 /** Fetch the words of a language; without any, texts stay as they are written in these files. */
 export async function learn(language) {
   try {
     const all = await (await api.fetchApi('/i18n')).json()
-    const own = all[language] ?? all[String(language).split('-')[0]]
-    words = own?.devicebridge ?? {}
-    nodes = own?.nodeDefs ?? {}
+    words = (all[language] ?? all[String(language).split('-')[0]])?.devicebridge ?? {}
   } catch {
     words = {}
   }
@@ -19,9 +16,6 @@ export async function learn(language) {
 
 /** A text in the user's language. values: what stands for "{name}" in it. */
 export const t = (text, values = {}) => (words[text] ?? text).replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole)
-
-/** What the user's language says of a node's input; '' where that is what the node says itself. */
-export const tooltipOf = (node, input) => nodes[node]?.inputs?.[input]?.tooltip ?? ''
 
 /** How a run or a job is. */
 export const stateName = (state) => ({

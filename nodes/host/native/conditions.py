@@ -53,15 +53,12 @@ class HostConditioner:
         from comfy_extras.nodes_flux import FluxKontextImageScale
         from comfy_extras.nodes_post_processing import ImageScaleToTotalPixels
 
-        conditioning = _placeholder()
+        conditioning, node, how = _placeholder(), FluxKontextImageScale, dict[str, Any]()
+        if parts.way != "kontext":
+            node = ImageScaleToTotalPixels
+            how = {"upscale_method": "area", "megapixels": parts.megapixels, "resolution_steps": _STEPS}
         for image in parts.references:
-            if parts.way == "kontext":
-                scaled = FluxKontextImageScale.execute(image=image)
-            else:
-                scaled = ImageScaleToTotalPixels.execute(
-                    image=image, upscale_method="area", megapixels=parts.megapixels, resolution_steps=_STEPS
-                )
-            latent = {"samples": self._vae.encode(scaled[0])}
+            latent = {"samples": self._vae.encode(node.execute(image=image, **how)[0])}
             (conditioning,) = ReferenceLatent.execute(conditioning=conditioning, latent=latent).args
         return conditioning
 
@@ -69,47 +66,35 @@ class HostConditioner:
         from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit, TextEncodeQwenImageEditPlus
         from comfy_extras.nodes_zimage import TextEncodeZImageOmni
 
-        images = {f"image{number}": image for number, image in enumerate(parts.references, start=1)}
+        given = {"clip": self._clip, "prompt": parts.caption, "vae": self._vae}
         if parts.way == "qwen-image-edit":
             (image,) = parts.references
-            made = TextEncodeQwenImageEdit.execute(clip=self._clip, prompt=parts.caption, vae=self._vae, image=image)
-        elif parts.way == "qwen-image-edit-plus":
-            made = TextEncodeQwenImageEditPlus.execute(clip=self._clip, prompt=parts.caption, vae=self._vae, **images)
-        else:
-            made = TextEncodeZImageOmni.execute(
-                clip=self._clip, prompt=parts.caption, image_encoder=self._vision, vae=self._vae, **images
-            )
-        return made[0]
+            return TextEncodeQwenImageEdit.execute(**given, image=image)[0]
+        given |= {f"image{number}": image for number, image in enumerate(parts.references, start=1)}
+        if parts.way == "qwen-image-edit-plus":
+            return TextEncodeQwenImageEditPlus.execute(**given)[0]
+        return TextEncodeZImageOmni.execute(**given, image_encoder=self._vision)[0]
 
     def _video(self, parts: ConditionParts) -> Any:
-        from comfy_extras.nodes_wan import (
-            Wan22FunControlToVideo,
-            Wan22ImageToVideoLatent,
-            WanFunControlToVideo,
-            WanImageToVideo,
-            WanVaceToVideo,
-        )
+        from comfy_extras import nodes_wan
 
-        size = dict(zip(("height", "width", "length"), parts.size, strict=True))
+        given: dict[str, Any] = dict(zip(("height", "width", "length"), parts.size, strict=True))
+        given |= {"vae": self._vae, "batch_size": 1}
         if parts.way == "first-frame" and self._vae.latent_channels == WAYS[parts.way].masked:
-            (latent,) = Wan22ImageToVideoLatent.execute(
-                vae=self._vae, **size, batch_size=1, start_image=parts.first
-            ).args
+            (latent,) = nodes_wan.Wan22ImageToVideoLatent.execute(**given, start_image=parts.first).args
             return _placeholder({NOISE_MASK: latent["noise_mask"]})
-        given: dict[str, Any] = {"positive": _placeholder(), "negative": _placeholder(), "vae": self._vae}
-        given |= {**size, "batch_size": 1}
+        given |= {"positive": _placeholder(), "negative": _placeholder()}
         if WAYS[parts.way].sees and self._vision is not None:
             given["clip_vision_output"] = self._vision.encode_image(parts.first, crop=False)
         if parts.way == "first-frame":
-            made = WanImageToVideo.execute(**given, start_image=parts.first)
-        elif parts.way == "vace":
-            made = WanVaceToVideo.execute(**given, strength=1.0, control_video=parts.control)
-        elif parts.way == "fun-control":
-            made = WanFunControlToVideo.execute(**given, control_video=parts.control)
-        else:
-            (image,) = parts.references or (None,)
-            made = Wan22FunControlToVideo.execute(**given, ref_image=image, control_video=parts.control)
-        return made[0]
+            return nodes_wan.WanImageToVideo.execute(**given, start_image=parts.first)[0]
+        given["control_video"] = parts.control
+        if parts.way == "vace":
+            return nodes_wan.WanVaceToVideo.execute(**given, strength=1.0)[0]
+        if parts.way == "fun-control":
+            return nodes_wan.WanFunControlToVideo.execute(**given)[0]
+        (image,) = parts.references or (None,)
+        return nodes_wan.Wan22FunControlToVideo.execute(**given, ref_image=image)[0]
 
     release = staticmethod(release_models)
 

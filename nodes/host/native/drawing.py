@@ -51,12 +51,11 @@ class ComfySteps:
         self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         level = self._levels[index]
-        denoised = self._sampling.calculate_denoised(level, said, latents)
+        denoised: torch.Tensor = self._sampling.calculate_denoised(level, said, latents)
         if plain is not None:
             other = self._sampling.calculate_denoised(level, plain, latents)
             denoised = other + (denoised - other) * scale
-        stepped: torch.Tensor = latents + (latents - denoised) / level * (self._levels[index + 1] - level)
-        return stepped
+        return latents + (latents - denoised) / level * (self._levels[index + 1] - level)
 
     def end(self, latents: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self._sampling.inverse_noise_scaling(self._levels[-1], latents)
@@ -68,8 +67,7 @@ class ComfyDecoding:
 
     def __init__(self, path: Path, form: Any, *, has_sequence: bool) -> None:
         self._path, self._form, self._has_sequence = path, form, has_sequence
-        vae: Any = files.load_vae(str(path))
-        self._vae = vae
+        self._vae: Any = files.load_vae(str(path))
 
     def needed_bytes(self, shape: tuple[int, ...]) -> int:
         has_frames = self._has_sequence and self._vae.latent_dim != 2

@@ -22,16 +22,9 @@ from ..comfy_encoders import HostClip, HostVae, HostVision
 from ..folders import list_components
 
 # What code raises that takes a file's tensors for granted.
-_OF_DAMAGE = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    NameError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-)
+_OF_DAMAGE: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError, NameError)
+_OF_DAMAGE += (ArithmeticError, AssertionError, RuntimeError)
+_WITH_HEADER = (".safetensors", ".sft", ".gguf")  # other files have pickled tensors
 _MAX_NAMES = 8  # spelt out in a message
 _VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of its VAE begin with
 
@@ -40,7 +33,7 @@ def with_files(job: JobConfig) -> JobConfig:
     """The job with full paths in the place of names. Reads headers only.
 
     Raises: ValueError for a name that is in none of ComfyUI's folders, a file that is cut short, a type that ComfyUI
-        does not know, or encoders that nobody named.
+        does not know, or encoders without a name.
     """
     model, cache = job.model, job.cache
     if model.family == COMFYUI:
@@ -65,14 +58,10 @@ def with_files(job: JobConfig) -> JobConfig:
 
 
 def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
-    """A file by its full path, or by its name in ComfyUI's folders of these kinds.
-
-    Raises: ValueError that lists what is there.
-    """
+    """A file by its full path, or its name in ComfyUI's folders of these kinds. Raises: ValueError for any other."""
     import folder_paths
 
-    path = Path(name).expanduser()
-    if path.is_absolute():
+    if (path := Path(name).expanduser()).is_absolute():
         if not path.is_file():
             raise ValueError(f"{key} names {path}, and there is no such file")
         return path
@@ -93,7 +82,7 @@ def _find_encoder(key: str, name: str, kind: str) -> str:
     if not name:
         return ""
     path = find_file(key, name, (kind,))
-    if path.suffix in (".safetensors", ".gguf"):
+    if path.suffix in _WITH_HEADER:
         read_header(path)
     return str(path)
 
@@ -113,10 +102,8 @@ def _own(key: str, what: str, path: str, is_there: bool) -> str:
 
 
 def ask_comfyui(path: Path | str, what: str, call: Callable[[], Any]) -> Any:
-    """What ComfyUI's code makes of a file. It takes for granted that tensors are there, and looks at numbers.
-
-    Raises: ValueError saying what it missed.
-    """
+    """What ComfyUI's code makes of a file, whose tensors it takes for granted. Raises: ValueError for one that lacks
+    some."""
     try:
         return call()
     except torch.cuda.OutOfMemoryError:
@@ -125,23 +112,20 @@ def ask_comfyui(path: Path | str, what: str, call: Callable[[], Any]) -> Any:
         fault = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         missing = f"it lacks {error.args[0]}" if isinstance(error, KeyError) and error.args else fault
         raise ValueError(
-            f"ComfyUI cannot {what} {path} ({missing}); the file is incomplete or damaged, or is known by its weights "
-            "alone: download it again, and join it if it is one of several files"
+            f"ComfyUI cannot {what} {path} ({missing}), which is incomplete or damaged: download it again, and join it "
+            "if it is one of several files"
         ) from error
 
 
 def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, HostVision | None]:
-    """Those that the job names by files, which takes their weights into memory; None for those that it does not.
-
-    Raises: ValueError for files that ComfyUI makes no such encoder of.
-    """
+    """Those that the job names by files, loaded into memory. Raises: ValueError for a file that holds none."""
     cache = job.cache
     clip = vae = vision = None
     if cache.stock_clip:
         made = load_clip_files(cache.stock_clip, cache.stock_clip_type, job.model.path)
         clip = HostClip(made, weighs=cache.caption_weights)
     if cache.stock_vae:
-        vae = HostVae(_load_vae(cache.stock_vae, job.model.path))
+        vae = HostVae(load_vae(cache.stock_vae))
     if cache.stock_vision:
         import comfy.clip_vision
 
@@ -168,10 +152,7 @@ def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
 
 
 def _clip_type(kind: str) -> Any:
-    """What a CLIP loader of ComfyUI's makes of its type; "sdxl" is one of DualCLIPLoader alone.
-
-    Raises: ValueError for others.
-    """
+    """What a CLIP loader of ComfyUI's makes of its type; "sdxl" is one of DualCLIPLoader alone. Raises: ValueError."""
     import comfy.sd
 
     kinds = {str(each).rpartition(".")[2].lower(): each for each in comfy.sd.CLIPType}
@@ -182,31 +163,21 @@ def _clip_type(kind: str) -> Any:
     return kinds[kind]
 
 
-def _is_own(clip: Sequence[str], model_path: str) -> bool:
-    """Whether the text encoders are those in the model's checkpoint."""
-    return len(clip) == 1 and _is_file_of(clip[0], model_path)
-
-
-def _is_file_of(path: str, model_path: str) -> bool:
-    """Also by another name, through a link."""
-    return bool(model_path) and Path(path).resolve() == Path(model_path).resolve()
-
-
-def _load_vae(path: str, model_path: str) -> Any:
-    import comfy.sd
-    import comfy.utils
-
-    if _is_file_of(path, model_path):
-        found = comfy.sd.load_checkpoint_guess_config(path, output_vae=True, output_clip=False, output_model=False)
-        return _there(found[2], "VAE", path)
-    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    return ask_comfyui(path, "make a VAE of", lambda: comfy.sd.VAE(sd=weights, metadata=metadata))
+def _is_own(files: Sequence[str], model_path: str) -> bool:
+    """Whether these are one file, the model's checkpoint; also by another name, through a link."""
+    return len(files) == 1 and bool(model_path) and Path(files[0]).resolve() == Path(model_path).resolve()
 
 
 def load_vae(path: str) -> Any:
     """A VAE of its own file, or of a checkpoint that holds one. Raises: ValueError for a file without."""
-    is_part = "vae" in set(parts_of(Path(path)))
-    vae = _load_vae(path, path if is_part else "")
+    import comfy.sd
+    import comfy.utils
+
+    if path.endswith(_WITH_HEADER) and "vae" in parts_of(Path(path)):
+        found = comfy.sd.load_checkpoint_guess_config(path, output_vae=True, output_clip=False, output_model=False)
+        return _there(found[2], "VAE", path)
+    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    vae = ask_comfyui(path, "make a VAE of", lambda: comfy.sd.VAE(sd=weights, metadata=metadata))
     vae.throw_exception_if_invalid()
     return vae
 
@@ -224,8 +195,7 @@ def path_of_vae(vae: Any) -> str:
 
 def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
     """The files that a stock CLIP was loaded from, and their type; ((), "") where nobody knows, or for another
-    checkpoint than the diffusion model's.
-    """
+    checkpoint than the diffusion model's."""
     init = getattr(getattr(clip, "patcher", None), "cached_patcher_init", None)
     if init is None or clip.layer_idx is not None:  # a node behind its loader has chosen a layer
         return (), ""
@@ -234,7 +204,7 @@ def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
     loader, given = init[:2]
     if loader is getattr(comfy.sd, "load_clip_model_patcher", None):
         return tuple(map(str, given[0])), str(given[2].name).lower()
-    if loader is getattr(comfy.sd, "load_checkpoint_clip_patcher", None) and _is_file_of(str(given[0]), model_path):
+    if loader is getattr(comfy.sd, "load_checkpoint_clip_patcher", None) and _is_own((str(given[0]),), model_path):
         return (str(given[0]),), ""
     return (), ""
 
@@ -251,10 +221,8 @@ def _there(value: Any, what: str, path: str) -> Any:
 class KnownFiles(NamedTuple):
     """What encodes a model's captions and images, by folder: "text_encoders" and "vae".
 
-    Args:
-        clip_type: what ComfyUI's CLIP loaders call type; "" for a model that nobody has listed.
-        names: in that folder, or a path; "" for one that is not there.
-        patterns: of the names, as they were looked for.
+    clip_type: what ComfyUI's CLIP loaders call type; "" for a model that nobody has listed.
+    names: in that folder, or a path; "" for one that is not there. patterns: that were looked for.
     """
 
     clip_type: str

@@ -24,9 +24,7 @@ def map_lora(
 ) -> tuple[dict[Any, Any], list[str], int]:
     """What ComfyUI's loader makes of a file: adapters by place, names that it does not map, and the number of names.
 
-    Args:
-        encoders: CLIPs beside the model, such as "clip_l".
-    Raises: ValueError for a layer that is there twice.
+    encoders: CLIPs beside the model, such as "clip_l". Raises: ValueError for a layer that is there twice.
     """
     import comfy.lora
     import comfy.lora_convert
@@ -49,15 +47,13 @@ def map_lora(
 
 
 def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()) -> dict[str, dict[str, Tensor]]:
-    """See HostModel.read_lora. Nothing of the model is read but names and shapes.
-
-    Raises: as map_lora; ValueError naming a tensor that ComfyUI does not map, or an adapter that is not trained here.
-    """
+    """See HostModel.read_lora. Raises: as map_lora; ValueError for a tensor that ComfyUI does not map, or an adapter
+    that is not trained here."""
     found, unread, count = map_lora(base, tensors, encoders)
     if unread:
         raise ValueError(
-            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {count} tensors), and without it the "
-            "LoRA would be another; give a LoRA of this model"
+            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {count} tensors); give a LoRA of this "
+            "model"
         )
     shapes = {name: each.shape for name, each in base.named_parameters()}
     parts: dict[str, list[tuple[Any, dict[str, Tensor]]]] = {}
@@ -92,10 +88,7 @@ def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
 
 
 def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: int) -> dict[str, Tensor]:
-    """One layer of what a file has for rows of it (q, k and v of a qkv), block by block.
-
-    Raises: ValueError where that is no LoRA.
-    """
+    """One layer of what a file has for rows of it (q, k and v of a qkv). Raises: ValueError where that is no LoRA."""
     if len(parts) == 1 and isinstance(parts[0][0], str):
         return parts[0][1]
     downs, ups = [], []
@@ -104,8 +97,7 @@ def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: 
             raise ValueError(f"{key} has DoRA or LoKr of some of its rows, which is not read; give plain LoRA")
         _, offset, *function = (place,) * 2 if isinstance(place, str) else place
         up = function[0](layer[B]) if function and function[0] is not None else layer[B]
-        if isinstance(offset, str) or offset is None:
-            offset = (0, 0, num_rows)
+        offset = (0, 0, num_rows) if isinstance(offset, str) or offset is None else offset
         if offset[0] != 0:
             raise ValueError(f"{key} has a LoRA of some of its columns, which is not read; give one of whole layers")
         whole = torch.zeros(num_rows, up.shape[1], dtype=up.dtype)

@@ -14,19 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....families.comfy.inputs import (
-    COND,
-    NOISE_MASK,
-    OPTION,
-    STREAM,
-    VOICE,
-    WHOLE,
-    WORDS,
-    fit_mask,
-    is_tokens,
-    option_path,
-    stream_shapes,
-)
+from ....families.comfy import inputs
 from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
@@ -47,6 +35,7 @@ _LAST_OF_ADAPTER = "llm_adapter.out_proj.weight"
 _COUNTED = (("attention_mask",), ("minimax_token_tags",))  # options that models count or list
 _LEAST_ADAPTED = 512  # tokens that it makes
 _WITH_BACKWARD = tuple(f"attention_{each}" for each in ("pytorch", "basic", "split", "sub_quad", "xformers"))
+_KERNELS = ("apply_rope", "rms_rope", "adaln", "rms_adaln")  # of comfy_kitchen, without a backward
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
 
 
@@ -99,12 +88,12 @@ class ComfyModel:
         """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
 
         target = (data - D(0)) / (D(1) - D(0)): noise - data for flow, noise for eps, and v for v. A noise mask changes
-        what is noisy, not the target: what a network says at a place's own noise level. See HostModel.add_noise.
+        what is noisy, not the target.
         """
         steps = (min(max(1 - float(time), _LEAST), 1 - _LEAST) for time in times)
         sigmas = torch.tensor([float(self.sampling.percent_to_sigma(step)) for step in steps])
-        wide, clean, noise_mask = sigmas.double(), latents.double(), given.get(NOISE_MASK)
-        sizes = [math.prod(shape) for shape in stream_shapes(given)] or [clean.shape[-1]]
+        wide, clean, noise_mask = sigmas.double(), latents.double(), given.get(inputs.NOISE_MASK)
+        sizes = [math.prod(shape) for shape in inputs.stream_shapes(given)] or [clean.shape[-1]]
         parts = noise.double().split(sizes, -1), clean.split(sizes, -1)
         made = list(map(self._noised, self._levels(wide, len(sizes)), *parts))
         noisy, target = (torch.cat(each, dim=-1) for each in zip(*made, strict=True))
@@ -138,8 +127,7 @@ class ComfyModel:
     def _levels(self, sigmas: torch.Tensor, num_streams: int) -> list[torch.Tensor]:
         """The noise levels of each stream, [B]: the sound of MiniMax H3 has a shift of its own.
 
-        Its sampler carries the sound scaled onto the video's levels, and the model undoes that. A loss of what is
-        carried would weigh the sound by up to the square of that scale.
+        Its sampler scales the sound onto the video's levels, whose loss would weigh it by the square of that scale.
         """
         own: Any = getattr(self.sampling, "shift", None)
         of_sound: Any = getattr(self.sampling, "audio_shift", None)
@@ -156,34 +144,31 @@ class ComfyModel:
         given: Mapping[str, torch.Tensor],
         guidance: float | None,
     ) -> torch.Tensor:
-        """See HostModel.predict.
-
-        Raises: RuntimeError outside of native_training; ValueError for options that differ in one batch, or are read of
-            its first sample alone.
-        """
+        """Raises: RuntimeError outside of native_training; ValueError for options that differ in one batch, or are read
+        of its first sample alone."""
         import comfy.model_management
 
         if not comfy.model_management.in_training:
             raise RuntimeError("one of ComfyUI's models was called for training outside of native_training")
         for name in self._row.reads_first:
-            if len(noisy) > 1 and any(option_path(each)[:1] == (name,) for each in given):
+            if len(noisy) > 1 and any(inputs.option_path(each)[:1] == (name,) for each in given):
                 raise ValueError(f"{name} is read of the first sample of a batch alone; set train.batch_size to 1")
         base = model.__dict__[_BASE]
         if sigmas.is_meta and self._row.reads_level:
             sigmas = torch.full(sigmas.shape, 0.5)
-        if any(map(is_tokens, given)):
+        if any(map(inputs.is_tokens, given)):
             given = encoded(getattr(model, TEXT_ENCODERS), given, noisy.device)
         base.model_sampling.to(noisy.device)
-        shapes = [(len(noisy), *sides) for sides in stream_shapes(given)]
+        shapes = [(len(noisy), *sides) for sides in inputs.stream_shapes(given)]
         # As a model takes them whose LATENT has so many sides: [B, C, H, W], say, or [B, C, T] of audio.
         sides = noisy.shape[5 - self._dims :]
         x = noisy.flatten(1).unsqueeze(1) if shapes else noisy.reshape(*noisy.shape[:2], *sides)
-        inputs = _conditions(base, x, shapes or [x.shape], given, guidance)
+        arguments = _conditions(base, x, shapes or [x.shape], given, guidance)
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": plain_attention}
         if self._row.forgets_if_patched:
             options["patches_replace"] = {"dit": {"of no block": None}}
         with _known_inputs(model, self._row):
-            output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
+            output = base.apply_model(x, sigmas, transformer_options=options, **arguments)
         made: torch.Tensor = output.reshape(noisy.shape)
         return made
 
@@ -213,22 +198,22 @@ class ComfyModel:
     ) -> dict[str, torch.Tensor]:
         model = self._make_base(torch.device("meta")).diffusion_model
         given = usual_text(model) if text is None else text
-        tokens = next((each for name, each in given.items() if option_path(name) == _FOR_ADAPTER[0]), None)
+        tokens = next((each for name, each in given.items() if inputs.option_path(name) == _FOR_ADAPTER[0]), None)
         if device.type == "meta" and tokens is not None and hasattr(model, "llm_adapter"):
-            # What Anima's text adapter makes of them: on meta it does not run. It is on the main device, has no LoRA,
-            # and keeps nothing.
+            # What Anima's text adapter, which does not run on meta, makes of them.
             width = model.get_parameter(_LAST_OF_ADAPTER).shape[0]
-            made = given[COND].new_empty(max(len(tokens), _LEAST_ADAPTED), width)
-            given = {name: each for name, each in given.items() if option_path(name) not in _FOR_ADAPTER} | {COND: made}
+            made = given[inputs.COND].new_empty(max(len(tokens), _LEAST_ADAPTED), width)
+            others = {name: each for name, each in given.items() if inputs.option_path(name) not in _FOR_ADAPTER}
+            given = others | {inputs.COND: made}
         if not given:
             raise ValueError(
-                f"nobody has said how large the text of {self._row.class_name} is; encode the captions first, by "
-                "`devicebridge cache` or Cache Captions and Latents"
+                f"the size of {self._row.class_name}'s text is not known; encode the captions first, by `devicebridge "
+                "cache` or Cache Captions and Latents"
             )
         found = {}
         for name, each in given.items():
-            path = option_path(name)
-            if device.type == "meta" and path[:1] == (VOICE,):
+            path = inputs.option_path(name)
+            if device.type == "meta" and path[:1] == (inputs.VOICE,):
                 continue  # LTX-2 places its reference of sound by numbers that it reads
             stacked = torch.stack([each] * batch)  # each sample its own copy, as a batch is
             # Numbers and strings are read, as some options are; Z-Image counts the tokens of a mask.
@@ -260,24 +245,21 @@ def _copied(config: Any) -> Any:
 def _conditions(
     base: Any, x: torch.Tensor, shapes: list[tuple[int, ...]], given: Mapping[str, torch.Tensor], guidance: float | None
 ) -> Any:
-    """What sampling makes of a CONDITIONING: keyword arguments of apply_model. Its gradients pass through.
-
-    shapes: of the streams in x.
-    """
+    """What sampling makes of a CONDITIONING: arguments of apply_model, with its gradients. shapes: of x's streams."""
     import comfy.samplers
 
-    said = {name: each for name, each in given.items() if name != NOISE_MASK}
-    cond: dict[str, Any] = {**_options(said), "cross_attn": given[COND], "model_conds": {}}
+    said = {name: each for name, each in given.items() if name != inputs.NOISE_MASK}
+    cond: dict[str, Any] = {**_options(said), "cross_attn": given[inputs.COND], "model_conds": {}}
     if guidance is not None:
         cond["guidance"] = guidance
     like = torch.zeros_like(x)
-    mask = given.get(NOISE_MASK)
+    mask = given.get(inputs.NOISE_MASK)
     if mask is not None:  # as samplers hand it to the model: float32, of all channels. Planning has one of another size
         sides = x.shape[2:] if x.ndim == 5 else (1, *x.shape[2:])
-        fitted = torch.stack([fit_mask(each, sides) for each in mask])
+        fitted = torch.stack([inputs.fit_mask(each, sides) for each in mask])
         mask = fitted.view(*fitted.shape[:2], *x.shape[2:]).expand(x.shape)
     beside = {"latent_image": like, "denoise_mask": mask, "seed": 0, "latent_shapes": shapes}
-    with torch.set_grad_enabled(given[COND].requires_grad):
+    with torch.set_grad_enabled(given[inputs.COND].requires_grad):
         found = comfy.samplers.encode_model_conds(base.extra_conds, [cond], like, x.device, "positive", **beside)
         made = found[0]["model_conds"]
         parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
@@ -285,14 +267,14 @@ def _conditions(
 
 
 def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What a CONDITIONING said beside its states, as it said it."""
+    """What a CONDITIONING has beside its states, as it has it."""
     tree: dict[str, Any] = {}
     for name, value in given.items():
-        *outer, last = option_path(name) or (name,)
+        *outer, last = inputs.option_path(name) or (name,)
         place = tree
         for part in outer:
             place = place.setdefault(part, {})
-        if name != COND and not name.startswith(STREAM):
+        if name != inputs.COND and not name.startswith(inputs.STREAM):
             place[last] = _value(name, value)
     return {name: _joined(each) for name, each in tree.items()}
 
@@ -301,10 +283,9 @@ class _Said(dict[str, Any]):
     """A dict, or an object whose attributes are read."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError as error:
-            raise AttributeError(name) from error
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
 
 @contextmanager
@@ -318,8 +299,8 @@ def _known_inputs(model: nn.Module, row: NativeModel) -> Iterator[None]:
     def check(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if ShownInputs(innermost.arguments(args, kwargs)).signature not in row.derived_inputs:
             raise RowsError(
-                f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as "
-                'one sample without references; set parallel.strategy to "auto", or train.batch_size to 1'
+                f"where the tokens of {row.class_name} are was proved for other inputs, such as one sample without "
+                'references; set parallel.strategy to "auto", or train.batch_size to 1'
             )
         return own(*args, **kwargs)
 
@@ -340,20 +321,20 @@ def _joined(parts: Any) -> Any:
 
 def _value(name: str, value: torch.Tensor) -> Any:
     """A tensor; what has no batch, and a number or string where the CONDITIONING had one, must be equal in a batch."""
-    is_read, is_whole = _is_read(name, value), name.startswith(WHOLE)
+    is_read, is_whole = _is_read(name, value), name.startswith(inputs.WHOLE)
     if not (is_read or is_whole):
         return value
     if not value.is_meta and any(not torch.equal(each, value[0]) for each in value[1:]):
-        raise ValueError(f"{option_path(name)[0]} differs in one batch; set train.batch_size to 1")
+        raise ValueError(f"{inputs.option_path(name)[0]} differs in one batch; set train.batch_size to 1")
     if is_whole:
         return value[0]
-    return bytes(value[0].tolist()).decode() if name.startswith(WORDS) else value[0].item()
+    return bytes(value[0].tolist()).decode() if name.startswith(inputs.WORDS) else value[0].item()
 
 
 def _is_read(name: str, value: torch.Tensor) -> bool:
     """Whether this is a number or a string of each sample, rather than a tensor that the model computes with."""
     is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
-    return name.startswith(WORDS) or name.startswith(OPTION) and is_number
+    return name.startswith(inputs.WORDS) or name.startswith(inputs.OPTION) and is_number
 
 
 def plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -409,7 +390,7 @@ def kind_of(base: Any) -> str:
 
 
 def _empty_streams(form: Any, frames: int) -> tuple[tuple[int, ...], ...]:
-    """Sides of what ComfyUI's sampler makes of an empty latent of so many latent frames: one stream, or several."""
+    """Sides of the streams, of which one is the rule, that ComfyUI's sampler makes of an empty latent."""
     fix = getattr(form, "fix_empty_latent", None)
     one = torch.empty(1, form.latent_channels, *(frames, 2, 2)[3 - form.latent_dimensions :])
     made = one if fix is None else fix(one)
@@ -439,11 +420,8 @@ def plain_operations() -> Any:
 
     known = comfy.ops.disable_weight_init
     names = ("Conv1d", "Conv2d", "Conv3d", "GroupNorm", "LayerNorm", "RMSNorm", "ConvTranspose1d", "ConvTranspose2d")
-    layers = {
-        name: type(name, (getattr(known, name),), {"forward": getattr(nn, name).forward})
-        for name in names
-        if hasattr(known, name)
-    }
+    there = {name: getattr(known, name) for name in names if hasattr(known, name)}
+    layers = {name: type(name, (layer,), {"forward": getattr(nn, name).forward}) for name, layer in there.items()}
     return type("PlainOperations", (known,), {**layers, "Linear": nn.Linear})
 
 
@@ -452,10 +430,8 @@ def plain_operations() -> Any:
 
 @contextmanager
 def native_training() -> Iterator[None]:
-    """Inside, ComfyUI's models compute what has a backward; afterwards ComfyUI is as it was.
-
-    Raises: ValueError if ComfyUI was started with an attention that has none.
-    """
+    """Inside, ComfyUI's models compute what has a backward. Raises: ValueError for a ComfyUI that was started with an
+    attention that has none."""
     import comfy.model_management as management
     import comfy_kitchen
     from comfy.ldm.modules import attention
@@ -469,15 +445,11 @@ def native_training() -> Iterator[None]:
         )
     # Plain torch functions in the place of kernels without a backward; torch's own attention, too, for modules that
     # hand no options on, such as ERNIE's. Without a GPU ComfyUI's cuts its work by free memory; a forecast has none.
-    kernels = [
-        each
-        for each in dir(comfy_kitchen)
-        if each.startswith(("apply_rope", "rms_rope")) or each in ("adaln", "rms_adaln")
-    ]
-    eager = [(comfy_kitchen, name, getattr(rope if "rope" in name else adaln, name, None)) for name in kernels]
+    kernels = [each for each in dir(comfy_kitchen) if each.startswith(_KERNELS)]
+    eager = ((name, getattr(rope if "rope" in name else adaln, name, None)) for name in kernels)
+    plain: list[tuple[Any, str, Any]] = [(comfy_kitchen, name, each) for name, each in eager if each is not None]
     names = ("optimized_attention", "optimized_attention_masked")
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
-    plain = [each for each in eager if each[2] is not None]
     plain += [(module, name, _named_attention) for module in modules for name in names if name in vars(module)]
     before = [(module, name, getattr(module, name)) for module, name, _ in plain]
     was_training = management.in_training

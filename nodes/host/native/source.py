@@ -20,22 +20,13 @@ from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
 from ....checkpoints.weight_file import TORCH_TYPES, read_records
+from ....families import spec
 from ....families.comfy.conditions import VISION
 from ....families.comfy.native import NativeModel
 from ....families.comfy.registry import find_native
 from ....families.registry import COMFYUI
-from ....families.spec import (
-    BlockList,
-    ComfyInputs,
-    LatentSpec,
-    ModelFamily,
-    SamplingSpec,
-    ShiftRule,
-    TimestepSpec,
-    Variant,
-)
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
-from ..comfy_encoders import attached_to
+from ..comfy_encoders import AS_LOADED, attached_to
 from .drawing import FLOWS, time_at
 from .files import ask_comfyui
 from .model import ComfyModel, build, channels_of, kind_of, silence_of
@@ -43,16 +34,9 @@ from .model import ComfyModel, build, channels_of, kind_of, silence_of
 _log = logging.getLogger(__name__)
 _PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
-_REFUSED = {
-    "ACEStep15": {
-        "audio_codes": "which a language model made up of its text, and not of the audio of its LATENT; turn "
-        "generate_audio_codes of the text encode node off"
-    },
-    "Kandinsky5": {
-        "time_dim_replace": "which gives the model clean frames in the place of noisy ones; nobody has compared what "
-        "is learned of those, so leave Kandinsky5ImageToVideo out and train a video of text"
-    },
-}
+_CODES = "which a language model made of its text, not of its LATENT; turn off generate_audio_codes of its encoder"
+_CLEAN = "which has clean frames in the place of noisy ones; leave Kandinsky5ImageToVideo out and train a video of text"
+_REFUSED = {"ACEStep15": {"audio_codes": _CODES}, "Kandinsky5": {"time_dim_replace": _CLEAN}}
 _OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
 # Sides of the sound beside a video, 0 for its length, which model classes hold as numbers.
 _SOUND = {"LTXAV": (8, 0, 16), "MiniMaxH3": (32, 2, 0)}
@@ -71,23 +55,19 @@ _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_ma
 
 
 def path_of_model(model: Any) -> Path:
-    """The file that a stock MODEL came from, if nothing was done to it since.
-
-    Raises: ValueError that says what was, or which loaders work.
-    """
+    """The file that a stock MODEL came from. Raises: ValueError if something was done to it since, or nobody knows."""
     import comfy.sd
 
     found = ["object_patches"] * bool(model.object_patches) + attached_to(model)
     if found := [each for each in found if each != "additional_models"]:  # copies on other cards
         raise ValueError(
-            f"the stock MODEL has {', '.join(found)} (a LoRA's, say), and training would leave them out; connect it as "
-            "it comes from its loader"
+            f"the stock MODEL has {', '.join(found)} (a LoRA's, say), which training would leave out; {AS_LOADED}"
         )
     init = getattr(model, "cached_patcher_init", None)
     if init is None or init[0] not in (comfy.sd.load_diffusion_model, comfy.sd.load_checkpoint_guess_config):
         raise ValueError(
-            "this MODEL does not come from Load Diffusion Model or Load Checkpoint, and what other packs' loaders make "
-            "cannot be trained; choose the file itself, which may be GGUF, in Load Model for Training Across GPUs"
+            "this MODEL does not come from Load Diffusion Model or Load Checkpoint; choose its file, also a GGUF, in "
+            "Load Model for Training Across GPUs"
         )
     return Path(init[1][0])
 
@@ -95,9 +75,7 @@ def path_of_model(model: Any) -> Path:
 def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     """What ComfyUI finds in a file.
 
-    Args:
-        dtype: that the model will compute in, such as "bfloat16".
-        like: the stock MODEL that was loaded from it, which must be the same.
+    dtype: that the model will compute in, such as "bfloat16". like: the stock MODEL that was loaded from the file.
     Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here.
     """
     header = read_model_header(path)
@@ -127,8 +105,8 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     tensors = ask_comfyui(path, "rename the tensors of", functools.partial(follow, config, records))
     if made := [name for name, record in tensors.items() if record is None]:
         raise ValueError(
-            f"ComfyUI's loader cuts, joins or makes tensors of {path} while loading ({made[0]}), which training does "
-            "not do; use a file with the model's own layout"
+            f"ComfyUI's loader cuts, joins or makes tensors of {path} ({made[0]}), which training does not do; use a "
+            "file with the model's own layout"
         )
     both = [base] if like is None else [base, like.model]
     kinds = [(type(each), type(each.diffusion_model).__name__, kind_of(each)) for each in both]
@@ -173,10 +151,8 @@ def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: d
 
 
 def trained_row(row: NativeModel) -> NativeModel:
-    """The row as training goes by it: blocks that follow others (VACE's) stay on the main device and get no LoRA.
-
-    What they compute depends on no block before them, so nothing of it has a gradient.
-    """
+    """The row as training goes by it: blocks that follow others (VACE's) stay on the main device and get no LoRA, since
+    what they compute depends on no block before them."""
     if row.forgets_if_patched:  # so nothing of one microbatch is there for the next
         row = replace(row, is_sequential=False)
     if not row.follows:
@@ -202,20 +178,16 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         known = base.latent_format.latent_channels + _beside(base)
         if others := int(base.diffusion_model.in_channels) - known:
             return (
-                f"{type(base).__name__} is given {others} channels of another picture beside the noise, as SVD of its "
-                "first frame and an upscaler of the small one, and no dataset here holds such pictures; for clips from "
-                "a first frame train Wan I2V, for others a model that draws from text alone"
+                f"{type(base).__name__} is given {others} channels of another picture beside the noise, which no "
+                "dataset here holds; for clips from a first frame train Wan I2V, else one that draws from text alone"
             )
     if type(base).__name__ == "StableCascade_B":
-        return (
-            "stage B draws from what stage C has made, and no dataset here holds that; train stage C, which draws from "
-            "the text"
-        )
+        return "stage B draws from what stage C has made, and no dataset here holds that; train stage C"
     if base.model_config.unet_config.get("meanflow") and type(base).__name__ not in _NO_NEXT_LEVEL:
         # HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level.
         return (
-            "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no "
-            "next one; train the model that it was distilled from, whose LoRA loads on this one, too"
+            "it is distilled to jump to the sampler's next noise level (time_r_in), and training has none; train the "
+            "model that it was distilled from, whose LoRA loads on this one, too"
         )
     return ""
 
@@ -223,12 +195,12 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
 _NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input off
 
 
-def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
+def _latent_of(base: Any, row: NativeModel) -> spec.LatentSpec:
     form, config = base.latent_format, base.model_config.unet_config
     dims = form.latent_dimensions
     if "audio_model" in config:  # cells are counted as they are, for nobody asks for pixels; ACE-Step 1's are columns
         sides = config.get("patch_size") or 1
-        return LatentSpec(
+        return spec.LatentSpec(
             channels=form.latent_channels,
             spatial_stride=1,
             size_multiple=1,
@@ -239,7 +211,7 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
     fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
-    made = LatentSpec(
+    made = spec.LatentSpec(
         channels=channels_of(form),
         spatial_stride=stride,
         frame_stride=int(form.temporal_downscale_ratio) if dims == 3 else 1,
@@ -266,14 +238,14 @@ def _patch_of(model: Any) -> int:
     return _OF_UNETS
 
 
-def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
+def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tuple[spec.ModelFamily, spec.Variant]:
     model, form = base.diffusion_model, base.latent_format
     dims = form.latent_dimensions
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
-    timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("constant")})
+    timesteps = spec.TimestepSpec("uniform", "none", {"none": spec.ShiftRule("constant")})
     beside = _beside(base)
     boundary, is_expert = _expert_of(base, beside, path)
-    variant = Variant(
+    variant = spec.Variant(
         name=f"comfyui-{type(base.model_config).__name__}",
         transformer_config={"in_channels": channels_of(form)},
         text_encoders=(),
@@ -287,12 +259,13 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
     described = find_native(type(model))
     assert described is not None
     every = (*lists, *(name for name in described.follows if hasattr(model, name)))
-    family = ModelFamily(
+    unused: Any = dict.fromkeys(("make_inputs", "read_prediction", "encode_latents", "decode_latents"), _unused)
+    family = spec.ModelFamily(
         name=COMFYUI,
         title=f"ComfyUI's {row.class_name}",
         transformer_class=row.class_name,
         vae_class="",
-        block_lists=tuple(BlockList(name) for name in lists),
+        block_lists=tuple(spec.BlockList(name) for name in lists),
         tail=(*(tail[module] for module in tail_modules(model, row)), *tail_parameters(model, row)),
         read_by_tail=row.read_by_tail,
         keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in row.sample_modules)),
@@ -303,11 +276,8 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         renames=(),
         modelspec_architecture=row.class_name.lower(),
         ss_base_model_version=row.class_name.lower(),
-        make_inputs=_unused,
-        read_prediction=_unused,
-        encode_latents=_unused,
-        decode_latents=_unused,
-        comfy=ComfyInputs(
+        **unused,
+        comfy=spec.ComfyInputs(
             "cond",
             "",
             _normaliser(form, dims),
@@ -328,13 +298,13 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
     return family, variant
 
 
-def _sampling(base: Any, variant: Variant) -> SamplingSpec:
-    """A guidance input gets what ComfyUI gives it where a CONDITIONING says nothing. Shift: see SamplingSpec."""
+def _sampling(base: Any, variant: spec.Variant) -> spec.SamplingSpec:
+    """A guidance input gets what ComfyUI gives it where a CONDITIONING says nothing."""
     if variant.training_guidance is not None:
         usual = 6.0 if type(base).__name__.startswith("HunyuanVideo") else 3.5
     else:  # of classifier-free guidance, for models that are not distilled
         usual = 4.0 if kind_of(base) in FLOWS else 7.0
-    return SamplingSpec(_PICTURE_STEPS, usual, lambda num_tokens, steps: 1.0)
+    return spec.SamplingSpec(_PICTURE_STEPS, usual, lambda num_tokens, steps: 1.0)
 
 
 # What a model is given beside the noise, as its CONDITIONING calls it, where concat_cond does not tell. HunyuanVideo
@@ -359,8 +329,8 @@ def _needs(base: Any, beside: int) -> tuple[str, ...]:
 def _concat_needs(base: Any) -> tuple[str, ...]:
     """Options without which its concat_cond fills these channels as if there were no picture.
 
-    A mask counts where the picture is not read without one. Alone it may be left out: of Cosmos-Predict2 and Kandinsky
-    5 it says which frames are given, and without one they make a video of text.
+    A mask counts where the picture is not read without one. Alone it may be left out: without one Cosmos-Predict2 and
+    Kandinsky 5 make a video of text.
     """
     one = torch.ones(_some_latents(base))
     image, mask = {"concat_latent_image": one}, {"concat_mask": one[:, :1] / 2}
@@ -391,11 +361,10 @@ def _beside(base: Any) -> int:
 
 
 def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:
-    return [
-        name
-        for name, _ in model.named_modules()
-        if name and not any(f"{each}.".startswith(f"{name}.") or name.startswith(f"{each}.") for each in lists)
-    ]
+    def is_apart(name: str) -> bool:
+        return not any(f"{each}.".startswith(f"{name}.") or name.startswith(f"{each}.") for each in lists)
+
+    return [name for name, _ in model.named_modules() if name and is_apart(name)]
 
 
 def _normaliser(form: Any, dims: int) -> Any:
@@ -416,8 +385,8 @@ _Row = tuple[str, int]  # a tensor of the file and a row of it
 def follow(config: Any, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord | None]:
     """The records under the names that the loader of this config gives them; None for what it makes in another way.
 
-    It makes some of rows of one of the file's. Nothing says which rows, so it is asked, with a random number in the
-    place of each. Arithmetic would make other numbers of these, and then nothing is said of the tensor.
+    It makes some of rows of one of the file's. Nothing says which, so it is asked with a random number for each row.
+    Arithmetic would make other numbers of these, which stand for no row.
     """
     given = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
     by_id = {id(tensor): records[name] for name, tensor in given.items()}
@@ -450,7 +419,7 @@ def _cut(
 ) -> TensorRecord | None:
     """The record of these rows; None if they are not rows of one tensor in 16 bits or more."""
     known = [row for row in rows if row is not None]
-    if not known or len(known) != len(rows) or len({name for name, _ in known}) > 1:
+    if len(known) != len(rows) or len({name for name, _ in known}) != 1:
         return None
     record = records[known[0][0]]
     if record.is_quantized or shape != (len(rows), *record.shape[1:]):
@@ -468,9 +437,9 @@ def _cut(
 
 
 def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:
-    """The time in 0..1, before the model's own shift, where the pair's experts meet; 0.0 for a class without pairs.
+    """The time in 0..1, before the model's own shift, where a pair changes from one expert to the other; 0.0 without.
 
-    And whether the file is one of two experts: by its name, or as only Wan 2.2 takes an image without CLIP vision.
+    And whether the file is one of two: by its name, or as only Wan 2.2 takes an image without CLIP vision.
     """
     if type(base).__name__ not in _PAIRS:
         return 0.0, False

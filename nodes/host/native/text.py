@@ -38,10 +38,8 @@ def class_of_clip(config: Any) -> str:
 
 
 def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) -> None:
-    """Where text encoders are not trained, others that nobody here knows may give such text as well.
-
-    Raises: ValueError for a stock CLIP that is not of the class whose text the model is given.
-    """
+    """Raises: ValueError for a stock CLIP of another class than the model is given the text of; where it is not
+    trained, only for one of PARTS."""
     found = type(clip.stock.cond_stage_model).__name__
     if found != wanted and (is_trained or found in PARTS):
         raise ValueError(
@@ -53,7 +51,7 @@ def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) 
 def attach_text_encoders(
     model: nn.Module, wanted: str, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
 ) -> None:
-    """See HostModel.attach_text_encoders. Args: wanted: their class. path: of the diffusion model.
+    """See HostModel.attach_text_encoders. wanted: their class. path: of the diffusion model.
 
     Raises: ValueError for files of other encoders than the captions' tokens are of, or than this model is given.
     """
@@ -73,9 +71,9 @@ def attach_text_encoders(
         if plain is not None and all(each.is_floating_point() for each in module.parameters()):
             module.__class__ = _PLAIN[plain]
         elif any(key in module._parameters for key in ("weight", "bias")):
+            found = f"{type(module).__name__} in {module.weight.dtype}"
             raise ValueError(
-                f"{part} of the text encoders is a {type(module).__name__} in {module.weight.dtype}, which is not "
-                "trained; name files in 16 or 32 bits with cache.stock_clip"
+                f"{part} of cache.stock_clip is a {found}, which is not trained; name files in 16 or 32 bits"
             )
     for layer in _layers(stage):
         layer.forward = InPlaceGuard(layer)
@@ -105,8 +103,5 @@ class _Embedding(nn.Embedding):
         return F.embedding(tokens, self.weight).to(out_dtype or self.weight.dtype)
 
 
-_PLAIN: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: nn.Linear,
-    nn.LayerNorm: nn.LayerNorm,
-    nn.Embedding: _Embedding,
-}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {each: each for each in (nn.Linear, nn.LayerNorm)}
+_PLAIN[nn.Embedding] = _Embedding

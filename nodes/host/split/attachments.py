@@ -134,15 +134,13 @@ def holds_tensors(function: Any) -> bool:
 # ---- what may notice that forwards are interleaved
 
 
-def reason_against_overlap(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Mapping[str, Any]) -> str:
-    """Why micro-batches of this step must not be interleaved; "" if they may.
+def reasons_against_overlap(
+    model: Any, unseen: Sequence[str], conds: list[Any], options: Mapping[str, Any]
+) -> Iterator[str]:
+    """Why micro-batches of this step must not be interleaved.
 
     model: the BaseModel. unseen: what runs inside it. conds, options: conditionings and model_options of this step.
     """
-    return next(_reasons(model, unseen, conds, options), "")
-
-
-def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Mapping[str, Any]) -> Iterator[str]:
     if torch.is_grad_enabled():
         yield "gradients are recorded"
     if unseen:

@@ -37,8 +37,7 @@ _SEED = 1
 class Subject:
     """A published architecture as ComfyUI's class takes it, with a few blocks, and what its sampler is given.
 
-    Args:
-        num_blocks: that kwargs ask for, in words. latent: shape without the batch. text: tokens and their width.
+    num_blocks: that kwargs ask for, in words. latent: shape without the batch. text: tokens and their width.
     """
 
     name: str
@@ -83,34 +82,32 @@ def measure_blocks(devices: Sequence[torch.device], subjects: Sequence[Subject] 
     A step has all of the model's blocks, which are few, and what is around them. "difference" is that of the last
     latents from one card's, relative to their norm.
     """
-    found, begin = [], time.perf_counter()
+    found, begin = list[dict[str, Any]](), time.perf_counter()
     for subject in subjects:
-        entry: dict[str, Any] = {"model": subject.name, "blocks": subject.num_blocks, "seconds": {}, "difference": {}}
-        entry["why"] = {}
-        found.append(entry)
+        seconds, difference, why = dict[str, float](), dict[str, float](), dict[str, str]()
+        found.append({"model": subject.name, "blocks": subject.num_blocks, "seconds": seconds, "why": why})
+        found[-1]["difference"] = difference
         try:
             model = _load(subject, devices[0])
-            ways = ["one card", *(["tokens", "tensor"] if len(devices) > 1 else [])]
             expected, num_steps = None, _STEPS
-            for way in ways:
+            for way in ["one card", *(["tokens", "tensor"] if len(devices) > 1 else [])]:
                 if time.perf_counter() - begin > _BUDGET_S:
                     raise RuntimeError(f"{_BUDGET_S:.0f} s were over")
+                how: Any = way
                 try:
-                    request = None if way == "one card" else SplitRequest(tuple(devices), way=way)  # type: ignore[arg-type]
-                    shared = split_model(model, request) if request else model
-                    latents, seconds = _sample(shared, subject, devices, num_steps)
+                    shared = model if way == "one card" else split_model(model, SplitRequest(tuple(devices), way=how))
+                    latents, seconds[way] = _sample(shared, subject, devices, num_steps)
                 except Exception as error:  # of ComfyUI's code or of a card; the others go on
-                    entry["why"][way] = first_line(error)
+                    why[way] = first_line(error)
                     continue
-                entry["seconds"][way] = seconds
                 if expected is None:
-                    num_steps = _MORE_STEPS if seconds < _SHORT_S else _STEPS
+                    num_steps = _MORE_STEPS if seconds[way] < _SHORT_S else _STEPS
                     expected = latents if num_steps == _STEPS else _sample(model, subject, devices, num_steps)[0]
                 else:
-                    entry["difference"][way] = float((latents - expected).norm() / expected.norm())
+                    difference[way] = float((latents - expected).norm() / expected.norm())
                 del shared
         except Exception as error:
-            entry["why"]["all"] = first_line(error)
+            why["all"] = first_line(error)
         model = None
         management.unload_all_models()
         management.soft_empty_cache()

@@ -54,9 +54,7 @@ class _Done(Exception):
 
 def examine(path: Path) -> str:
     """The rows of the class of this file, in the words of families/comfy; what was proved is kept for splits.
-
-    Raises: ValueError or RuntimeError for a file that ComfyUI does not know, or whose class cannot be looked at.
-    """
+    Raises: ValueError or RuntimeError for a file that ComfyUI does not know, or whose class cannot be looked at."""
     model = load_split_model(path, "default", None)
     root = model.model.diffusion_model
     layout, name = layout_of(root), type(root).__name__
@@ -89,9 +87,7 @@ def examine(path: Path) -> str:
 def _verdicts(model: Any, lists: tuple[str, ...]) -> dict[str, Verdict]:
     """By signature of inputs. A row whose gradients differ is refused for trainings alone.
 
-    Args:
-        model: a MODEL that is nowhere loaded. lists: of its blocks.
-    Raises: what the first forward raises where none of them could be computed.
+    model: a MODEL that is nowhere loaded. lists: of its blocks. Raises: the first forward's error if all failed.
     """
     root: nn.Module = model.model.diffusion_model
     innermost, copy, usual = Innermost(root), copy_structure(root)[0], usual_text(root)
@@ -133,8 +129,7 @@ def _verdicts(model: Any, lists: tuple[str, ...]) -> dict[str, Verdict]:
 
 
 def _load_as(copied: nn.Module, loaded: nn.Module) -> None:
-    """Have a copy's weights over the storages that ComfyUI has loaded, on the card or for streaming: they are there
-    once."""
+    """Have a copy's weights over the storages that ComfyUI has loaded, on the card or for streaming."""
     for mine, theirs in zip(copied.modules(), loaded.modules(), strict=True):
         mine.__dict__.update({name: each for name, each in vars(theirs).items() if name.startswith("comfy_")})
         mine._buffers.update(theirs._buffers)

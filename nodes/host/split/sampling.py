@@ -23,7 +23,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from comfy.utils import repeat_to_batch_size
 
-from .attachments import ROOT, bring_controls_to_main, is_compiled, reason_against_overlap, seen_attachments
+from .attachments import ROOT, bring_controls_to_main, is_compiled, reasons_against_overlap, seen_attachments
 from .plan import GB
 from .tree import SplitTree, tree_of
 
@@ -175,7 +175,7 @@ def _parts(
                 return False
         return True
 
-    reason = reason_against_overlap(model, tree.unseen, conds, options)
+    reason = next(reasons_against_overlap(model, tree.unseen, conds, options), "")
     reason = reason or tree.executor.reason_against_parts(tree, len(parts), has_room)
     if reason:
         tree.say_once(f"split: overlap is off: {reason}")
