@@ -290,15 +290,13 @@ def guard_options(
         guarded["prefetch_dynamic_vbars"] = False  # it would fetch the next block's weights to the main card
     if has_copies:
         return guarded
+
+    def on_main(patch: Any) -> Any:
+        # forward_timestep_embed_patch is a tuple: class of a UNet's layer, and who runs such a layer
+        return (*patch[:-1], _on_main(patch[-1], bridge)) if isinstance(patch, tuple) else _on_main(patch, bridge)
+
     if "patches" in guarded:
-        guarded["patches"] = {
-            # forward_timestep_embed_patch is a tuple: class of a UNet's layer, and who runs such a layer
-            name: [
-                (*each[:-1], _on_main(each[-1], bridge)) if isinstance(each, tuple) else _on_main(each, bridge)
-                for each in patches
-            ]
-            for name, patches in guarded["patches"].items()
-        }
+        guarded["patches"] = {name: list(map(on_main, patches)) for name, patches in guarded["patches"].items()}
     if "patches_replace" in guarded:
         guarded["patches_replace"] = {
             name: {key: _replacement(name, key, patch, bridge, plan) for key, patch in patches.items()}
@@ -306,7 +304,7 @@ def guard_options(
         }
     override = guarded.get(OVERRIDE)
     if override is not None and holds_tensors(override):  # any other runs where the block is
-        # Without container_function there: ComfyUI then hands over the tensors themselves.
+        # Without container_function: ComfyUI then hands over the tensors themselves.
         guarded[OVERRIDE] = _on_main(override, bridge)
     return guarded
 
@@ -327,7 +325,7 @@ def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge,
             return bridge.move(extra["original_block"](args), device)
 
         came_from = bridge.current_device
-        borrowed = _borrow(args, device)
+        borrowed = Borrowed(args, device, is_passed=is_options, passed_by=_PASSED_BY)
         with current_device(device):
             output = patch(borrowed.value, {**extra, "original_block": original_block})
         borrowed.settle(came_from)
@@ -339,23 +337,19 @@ def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge,
 
 
 def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
-    """The patch with its tensors on the main card; what it returns, and what it wrote, goes back where they were."""
+    """The patch with its tensors on the main card; what it returns or writes goes back to where they were."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = _first_device((args, kwargs))
         if device is None or device == bridge.main_device:
             return patch(*args, **kwargs)
-        borrowed = _borrow([args, kwargs], bridge.main_device)
+        borrowed = Borrowed([args, kwargs], bridge.main_device, is_passed=is_options, passed_by=_PASSED_BY)
         with current_device(bridge.main_device):
             output = patch(*borrowed.value[0], **borrowed.value[1])
         borrowed.settle(device)
         return borrowed.returned(output, device)
 
     return run
-
-
-def _borrow(value: Any, device: torch.device) -> Borrowed:
-    return Borrowed(value, device, is_passed=is_options, passed_by=_PASSED_BY)
 
 
 def is_options(value: dict[Any, Any]) -> bool:

@@ -117,14 +117,8 @@ def _describe_cards(tree: SplitTree) -> list[str]:
 
 
 _EVIDENCE = {
-    "read": (
-        "this class was read, not run: its first step is computed a second time in the plainest way, and the run stops "
-        "unless the two are the same bits"
-    ),
-    "outside": (
-        "this class is in no ComfyUI that this pack is tested with; its public source was run once, split and whole, "
-        "with the same bits. Turn verify on for the first run"
-    ),
+    "read": "this class was read, not run: its first step is computed twice, and the run stops where bits differ",
+    "outside": "this class is in no ComfyUI that this pack is tested with; turn verify on for the first run",
 }
 
 
@@ -156,19 +150,16 @@ def _check_splittable(model: Any) -> None:
     if tree is not None and isinstance(tree.plan, (DividedPlan, TokensPlan)):
         raise ValueError(
             "this MODEL is split with way 'tokens' or 'tensor' already, which 'auto' may have taken. Connect the MODEL "
-            "from before that split, or set way to 'blocks' in the node that split it first"
+            "from before that split, or set way to 'blocks' there"
         )
     if model.get_additional_models_with_key("multigpu") or model.is_multigpu_base_clone:
-        raise ValueError(
-            "this MODEL is replicated by 'MultiGPU CFG Split'; splitting it as well is not possible. Use one of the two"
-        )
+        raise ValueError("this MODEL is replicated by 'MultiGPU CFG Split' and cannot be split as well; use one")
     compiled = ["the model" for _ in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile")]
     compiled += [key for key, value in model.object_patches.items() if is_compiled(value)]
     if compiled:
         raise ValueError(
-            f"torch.compile was applied to {compiled[0]} before the split. ComfyUI's TorchCompileModel compiles the "
-            "whole model, and that cannot span several cards; take it out, or compile single blocks with a node behind "
-            "the split"
+            f"torch.compile was applied to {compiled[0]} before the split, and what it compiled cannot span several "
+            "cards; take it out, or compile single blocks with a node behind the split"
         )
 
 
@@ -197,8 +188,7 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     """The plan of the requested way, else of the one that is forecast to be the fastest; a line in the log says why.
 
     The size of the latents and whether CFG is used are not known yet. So auto goes by a usual size, and a way must be
-    faster both with CFG and without; a model that is given its guidance as a number has no CFG.
-
+    faster both with CFG and without; a model that is given its guidance as a number has none.
     Raises: ValueError as the planner of the way.
     """
     root = model.model.diffusion_model
@@ -279,15 +269,9 @@ def compare_ways(
     devices, placed, main = (tensor or tokens or blocks).devices, blocks.placement, blocks.main_device
     divided: Mapping[str, Any] = tensor.divided if tensor else dict.fromkeys(blocks.blocks)
     heads = [shares.heads for _, shares in tensor.divided.values()] if tensor else []
+    rows, sent_size = tokens.tokens if tokens else None, 1 if blocks.request.exchange == "8-bit" else 2
     return Ways(
-        forward_work(
-            diffusion_model,
-            blocks.layout,
-            divided,
-            num_tokens,
-            tokens.tokens if tokens else None,
-            sent_size=1 if blocks.request.exchange == "8-bit" else 2,
-        ),
+        forward_work(diffusion_model, blocks.layout, divided, num_tokens, rows, sent_size=sent_size),
         machine_speed(devices),
         [placed.num_blocks_on(device) / len(placed.blocks) for device in devices],
         [max(each[rank] / sum(each) for each in heads) for rank in range(len(devices))] if tensor else (),

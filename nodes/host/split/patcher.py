@@ -150,7 +150,7 @@ class ShardMixin(_CardPatcher):
         return self._tree_of_main
 
     def follow(self, main: SplitMixin) -> None:
-        """Take over what the main patcher wants done to the weights. Keys of other cards do no harm."""
+        """Take over what the main patcher does to the weights. Keys of other cards do no harm."""
         self._main = weakref.ref(main)
         self.clone_base_uuid = main.clone_base_uuid  # who unloads a model and its clones means its shards too
         self.patches = self._tree().executor.patches_on(self.load_device, main.patches, main.patches_uuid)
@@ -220,8 +220,8 @@ class SplitMixin(_CardPatcher):
     def clone(self, disable_dynamic: bool = False, model_override: Any = None, force_deepcopy: bool = False) -> Any:
         if force_deepcopy:
             raise RuntimeError(
-                "this MODEL is split across GPUs for sampling and cannot be trained by ComfyUI's own nodes; use "
-                "'Load Model for Training Across GPUs' and 'Train LoRA', or train the unsplit MODEL"
+                "this MODEL is split for sampling and cannot be trained by ComfyUI's own nodes; use 'Load Model for "
+                "Training Across GPUs' and 'Train LoRA', or train the unsplit MODEL"
             )
         self.model_size()  # measured here: a pack's clone() may measure with its own class, which sees the whole
         n = super().clone(disable_dynamic=disable_dynamic, model_override=model_override)
@@ -298,8 +298,8 @@ class SplitMixin(_CardPatcher):
         main = self._tree().plan.main_device
         if self.load_device != main:  # not asked where ComfyUI lists shards: its tracker of outputs does so any time
             raise RuntimeError(
-                f"this MODEL is split with {main} as its first device, and a node behind the split has moved it to "
-                f"{self.load_device}; choose the devices in the split node and take that node out"
+                f"a node behind the split has moved this MODEL from {main} to {self.load_device}; choose the devices "
+                "in the split node and take that node out"
             )
         for key in self.weight_wrapper_patches:
             self._tree().executor.check_possible(f"wrapping the weight {key}, as another node does,")
@@ -418,8 +418,7 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
         )
         kept = {name: value for name, value in vars(patcher).items() if hasattr(unsplit, name)}  # by a pack's own class
         for companion in patcher.companions:
-            companion.__dict__.update(kept)
-            companion._tree_of_main = tree
+            companion.__dict__.update(kept, _tree_of_main=tree)
     else:
         patcher.companions = tuple(companion.clone() for companion in companions)
     patcher.size = 0

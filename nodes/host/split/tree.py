@@ -203,8 +203,8 @@ class SplitTree:
         """Raises: ValueError for an object patch that replaces whole lists of blocks."""
         if key in {ROOT, *(f"{ROOT}.{name}" for name in self._lists)}:
             raise ValueError(
-                f"a node replaces {key} as a whole, which cannot span several cards; patch single blocks (such as "
-                f"{ROOT}.{self.plan.blocks[0]}), or use the MODEL without the split"
+                f"a node replaces {key} as a whole, which cannot span several cards; patch single blocks such as "
+                f"{ROOT}.{self.plan.blocks[0]}"
             )
 
     def device_of(self, key: str) -> torch.device:
@@ -274,7 +274,7 @@ class SplitTree:
                 self.end()
 
     def end(self) -> None:
-        """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
+        """End what a forward of this thread left behind: an interrupt that unwinds one calls no hook."""
         self.bridge.end()
         if held := self._held.__dict__.pop("stay", None):
             held.__exit__(None, None, None)
@@ -312,7 +312,7 @@ class SplitTree:
         options = kwargs.get("transformer_options") or {}
         self.executor.prepare(self, options)
         self.end()
-        self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
+        self.bridge.begin()  # before anything is set for this forward: another thread's may be running
         between = [f"another node replaced {name} of the model" for name in replaced_methods(self.diffusion_model)]
         between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
         if between and self.plan.transport == "stream":
@@ -354,7 +354,7 @@ def _containers_of(blocks: Sequence[str]) -> list[str]:
 
 
 def tree_of(base: nn.Module) -> SplitTree | None:
-    """The split a BaseModel belongs to; None for an ordinary one."""
+    """The split of a BaseModel; None for an ordinary one."""
     return base.__dict__.get(_ATTRIBUTE)
 
 
