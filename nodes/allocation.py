@@ -23,9 +23,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Allocation:
-    """Args:
-    text: as it was given.
-    unit: of the amounts: "bytes", "%" of the model, or "fraction" of a device's memory.
+    """unit: of the amounts: "bytes", "%" of the model, or "fraction" of a device's memory.
     amounts: by device, in the order of the text. None, on one device at most, is the rest.
     """
 
@@ -39,7 +37,7 @@ class Allocation:
         return tuple(device for device, amount in self.amounts.items() if device != _CPU and amount != 0)
 
     def weights(self, model_bytes: int, device_bytes: Mapping[torch.device, int]) -> dict[torch.device, int]:
-        """Bytes of weights by device, filled in the order of the text; together they are the model.
+        """Bytes of weights by device, filled in the order of the text, whose sum is the model.
 
         A rest that no device was given is the CPU's; of fractions without a CPU, the first device's.
         """
@@ -57,13 +55,11 @@ class Allocation:
 
 def read_allocation(text: str, devices: Sequence[torch.device]) -> Allocation:
     """The allocation that a text says; devices: that a bare ratio such as 3:1 is about, in order.
-
-    Raises: ValueError that shows the part which is not understood, and texts that are.
-    """
+    Raises: ValueError that shows the part which is not understood, and texts that are."""
     if len(text) > _LONGEST:
         raise _unread(text, text, f"it has more than {_LONGEST} characters")
-    expert, _, lent = (part.strip() for part in text.lower().partition("#"))
-    expert = expert or lent
+    before, _, behind = (part.strip() for part in text.lower().partition("#"))
+    expert = before or behind
     if found := _LENT.fullmatch(expert):
         expert = f"{found[1]},*;{found[3]},{found[2]}gb"
     elif _RATIO.fullmatch(expert):
@@ -88,9 +84,10 @@ def read_allocation(text: str, devices: Sequence[torch.device]) -> Allocation:
         amounts[device] = amount
         units |= {unit} if amount is not None else set()
     allocation = Allocation(text, min(units, default="bytes"), amounts)
-    if len(units) > 1 or not allocation.gpus:
-        why = "no GPU gets weights" if len(units) < 2 else f"it mixes {' and '.join(sorted(units))}"
-        raise _unread(text, expert, why)
+    if len(units) > 1:
+        raise _unread(text, expert, f"it mixes {' and '.join(sorted(units))}")
+    if not allocation.gpus:
+        raise _unread(text, expert, "no GPU gets weights")
     return allocation
 
 

@@ -210,9 +210,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
 
 def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:
     """Those that are connected, and those of files that only ComfyUI reads; with their names.
-
-    Raises: ValueError for one that was not in its loader's file, or that has no name, or a file too few.
-    """
+    Raises: ValueError for one that was not in its loader's file, or that has no name, or a file too few."""
     from ..jobs.comfy_entries import ComfyEncoders
     from .host.native.files import load_vae
 
@@ -230,10 +228,8 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
-    """A CLIP, loaded by ComfyUI; None where the model's own text encoders are asked for.
-
-    Raises: ValueError for a family whose CLIP is not known, or another number of files than it takes.
-    """
+    """A CLIP, loaded by ComfyUI; None where the model's own text encoders are chosen.
+    Raises: ValueError for a family whose CLIP is not known, or another number of files than it takes."""
     from .host.native.files import known_files, load_clip_files
 
     names = [read_file(sockets["text_encoders"]), *map(read_file, read_lines(sockets.get("text_encoder_2") or ""))]
@@ -257,9 +253,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 
 def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]:
     """The sockets, with files of ComfyUI's folders where the model is a file and nobody named its encoders.
-
-    Raises: ValueError where one of them is not there.
-    """
+    Raises: ValueError where one of them is not there."""
     from .host.native.files import known_files
 
     open_ones = [name for name, link in _LINK_OF.items() if link not in sockets and not read_file(sockets[name])]
@@ -299,10 +293,8 @@ def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, 
 def remember_clip(
     sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], Any], *, weighs: bool
 ) -> Callable[[], HostClip | None]:
-    """A function that gives the CLIP of a cache node's sockets again; None where it is gone.
-
-    A connected one is held by ComfyUI alone: a dataset must not keep a text encoder in memory. One of files is loaded.
-    """
+    """A function that gives the CLIP of a cache node's sockets again; None where it is gone. A connected one is held by
+    ComfyUI alone: a dataset must not keep a text encoder in memory."""
     files = {name: sockets[name] for name in ("text_encoders", "text_encoder_2") if name in sockets}
     connected = sockets.get("stock_clip")
     find = partial(load, files) if connected is None else weakref.ref(connected)
@@ -337,9 +329,7 @@ def encode_tokens(
     dataset: TrainingDataset, model: TrainingModel, job: JobConfig, info: CheckpointInfo | None, view: JobView
 ) -> None:
     """Have the tokens of all captions and prompts in the job's cache, for a CLIP that is trained itself.
-
-    Raises: ValueError where the CLIP is gone; as check_job.
-    """
+    Raises: ValueError where the CLIP is gone; as check_job."""
     from ..events import EventLog
     from ..jobs.comfy_entries import ComfyEncoders
     from ..jobs.encode_job import cache_entries, cache_store, fill_cache

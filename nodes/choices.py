@@ -48,10 +48,7 @@ def plain_device(text: str) -> str:
 
 
 def read_devices(text: str) -> tuple[str, ...]:
-    """Names of devices as torch has them; core's "gpu:1" and "0, 1" are understood. () for auto.
-
-    Raises: ValueError for what is no device here.
-    """
+    """Names of devices as torch has them, also of core's "gpu:1" and "0, 1"; () for auto. Raises: ValueError."""
     from ..parallel.devices import find_device
 
     return tuple(str(find_device(name)) for name in read_list(plain_device(text), str, "devices"))
@@ -69,10 +66,10 @@ def read_file(text: str) -> str:
 
 
 def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> bool | str:
-    """Whether every link of a node carries what its input takes, as ComfyUI asks; else which does not.
+    """Whether every link of a node carries what its input takes; else which does not.
 
     ComfyUI does not check the links of a node that asks for their types (received, by input). So this is its own rule,
-    and beside it that a text goes into a list of TEXT_LINKS. What the text says is checked where the node is run.
+    and beside it that a text goes into a list of TEXT_LINKS, which is checked where the node is run.
     """
     wanted = {each.id: str(each.io_type) for each in node.define_schema().inputs}
     for name, kind in (received or {}).items():

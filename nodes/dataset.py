@@ -27,8 +27,6 @@ def _read_fps(text: str) -> float | str:
 
 
 _IN_INPUT = "A folder in ComfyUI's input folder, or one that you allow; press R after you have made one."
-
-
 _PLACE = "In ComfyUI's input folder."
 
 
@@ -128,7 +126,7 @@ class TrainingDatasetNode(io.ComfyNode):
         evaluation_control: str | None = "",
         **others: Any,
     ) -> Any:
-        """Changed files run the node again, which an unchanged folder name would not; so does a linked name."""
+        """Changed files run the node again, as a linked name does."""
         beside = (references, control, evaluation_references, evaluation_control)
         if folder is None or evaluation_folder is None or None in beside:
             return float("nan")
@@ -156,11 +154,10 @@ class TrainingDatasetNode(io.ComfyNode):
         read = partial(read_section, entries=_inputs(), given=sockets)
         data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **_folders_beside(sockets, ""))))
         evaluation = read(EvaluationConfig, folder=held_out, **_folders_beside(sockets, "evaluation_"))
-        # Every image is read, and every clip as far as scan_folders does, so that a broken one is named at once.
         beside = {"has_references": bool(evaluation.references), "has_control": bool(evaluation.control)}
         if evaluation.folder and (reason := evaluation_problem(data.condition, **beside)):
             raise ValueError(reason)
-        # No model is known here; the files are looked at as a model would that takes any clip.
+        # A broken file is named at once. No model is known here; this one takes any clip.
         latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
         samples = scan_folders(data, latent, host.is_cancelled, others=evaluation.folders)
         num_clips = sum(bool(sample.frames) for sample in samples)
@@ -218,7 +215,7 @@ class DatasetFromLatents(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> float:
-        """Always looks again: the folder may have been deleted, and what is there is not written twice."""
+        """Always looks again: the folder may be gone."""
         return float("nan")
 
     @classmethod
@@ -239,6 +236,5 @@ class DatasetFromLatents(io.ComfyNode):
 
         path = save_encoded(pairs, CacheStore(folder), tell)
         view.show_text(f"{len(pairs)} samples are kept\n{path}")
-        return io.NodeOutput(
-            TrainingDataset(DataConfig(encoded=str(path)), EvaluationConfig(), CacheConfig(folder=str(folder)))
-        )
+        data, cache = DataConfig(encoded=str(path)), CacheConfig(folder=str(folder))
+        return io.NodeOutput(TrainingDataset(data, EvaluationConfig(), cache))

@@ -41,7 +41,7 @@ class RingLseFix(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> float:
-        """Runs every time: what it changes is the process, and a cached result would say nothing of that."""
+        """Runs every time: what it changes is the process."""
         return float("nan")
 
     @classmethod

@@ -23,6 +23,7 @@ AUTO = "auto"
 LATER: dict[str, Any] = {"optional": True, "advanced": True}  # of a socket that workflows of before lack, and few need
 _EMPTY_WORDS = {AUTO: "auto", "": "Empty", 0: "0", -1: "-1"}  # what the socket shows for a setting's empty value
 _KEY = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
+_Read = Callable[[Any], Any]
 _KINDS: dict[type, Any] = {bool: io.Boolean, int: io.Int, float: io.Float}
 _KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "number"}
 
@@ -30,20 +31,12 @@ _KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "
 class Socket:
     """A node's input for one setting ("section.key").
 
-    Args:
-        note: what only this node has to say. text: what it says in place of the setting's own text.
-        read: makes the setting's value, where the rules below do not.
-        released: options that differ from what the setting says.
+    note: what only this node has to say. text: in place of the setting's own text. read: makes the setting's value,
+    where the rules below do not. released: options that differ from what the setting says.
     """
 
     def __init__(
-        self,
-        id: str,
-        path: str,
-        note: str = "",
-        read: Callable[[Any], Any] | None = None,
-        text: str = "",
-        **released: Any,
+        self, id: str, path: str, note: str = "", read: _Read | None = None, text: str = "", **released: Any
     ) -> None:
         self.id, self.key = id, job_keys()[path]
         self._note, self._read, self._text = note, read, text
@@ -60,10 +53,7 @@ class Socket:
         return self._kind.Input(self.id, tooltip=f"{text} {self._note}".strip(), **self._options)
 
     def read(self, given: Mapping[str, Any]) -> Any:
-        """The setting's value; a workflow saved before the socket was there has the default.
-
-        Raises: ValueError for a list with a part that is none of its values.
-        """
+        """The setting's value; a workflow from before the socket has the default. Raises: as read_list."""
         key, shown = self.key, self._options["default"]
         value = given.get(self.id, shown)
         if self._read is not None:
@@ -108,10 +98,8 @@ def make_inputs(entries: Iterable[Socket | io.Input], node: str = "") -> list[io
 
 
 def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Mapping[str, Any], **more: Any) -> T:
-    """One section of a job config, of sockets of a node and what they have; more: settings that the node decides.
-
-    Raises: ValueError with one line per setting that the section refuses.
-    """
+    """One section of a job config, of a node's sockets and their values; more: settings that the node decides.
+    Raises: ValueError with one line per setting that the section refuses."""
     own = [each for each in entries if isinstance(each, Socket) and each.key.owner is kind]
     sockets = {each.key.name: each for each in own if each.key.name not in more}
     try:
@@ -136,10 +124,7 @@ def read_auto(text: str) -> str:
 
 
 def read_list(text: str, kind: Callable[[str], T], what: str) -> tuple[T, ...]:
-    """Values between commas or on lines of their own; empty text gives ().
-
-    Raises: ValueError that shows the part which is no such value.
-    """
+    """Values between commas or on lines of their own. Raises: ValueError for a part that is none."""
     values = []
     for part in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
         try:

@@ -56,10 +56,8 @@ def replacements() -> Iterator[io.NodeReplace]:
 def _replace(
     old: str, new: str, names: tuple[str, ...], given: Mapping[str, Any], renamed: Mapping[str, str] = {}
 ) -> io.NodeReplace:
-    """Args:
-    names: the old node's inputs in order, those of the new one and what renamed has; others are left out.
-    given: what the new node's other inputs get.
-    """
+    """names: the old node's inputs in order; what neither the new one nor renamed has is left out.
+    given: what the new node's other inputs get."""
     kept = {renamed.get(name, name): name for name in names if name in renamed or name not in _DISTORCH[2:]}
     mapping: list[Any] = [{"new_id": name, "old_id": old_name} for name, old_name in kept.items()]
     mapping += [{"new_id": name, "set_value": value} for name, value in given.items() if name not in kept]

@@ -45,10 +45,8 @@ class TrainingModel:
 class TrainingDataset:
     """Images to train and to evaluate on, and where their captions and latents are kept; cache None is the default.
 
-    vae_file: of the stock VAE that encoded them; "" where nobody knows.
-    clip_files, clip_type: of the stock CLIP likewise, and what its loader calls type.
-    find_clip: gives ComfyUI's CLIP that encoded the captions, as encoding/sources.py asks it, or None where it is gone;
-        None where none did.
+    vae_file, clip_files, clip_type: of the stock VAE and CLIP that encoded them; "" where nobody knows.
+    find_clip: gives that CLIP, as encoding/sources.py asks it, or None where it is gone; None where there was none.
     """
 
     data: DataConfig
