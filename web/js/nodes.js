@@ -5,10 +5,9 @@ import { showFolder } from './dataset.js'
 import { fill, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
-import { changed, load, state, subscribe } from './state.js'
+import { changed, drawOnChange, load, state } from './state.js'
 import { stateName, t } from './words.js'
 
-const DRAWN_EVERY_MS = 1000
 const TRAINING_NODES = ['DeviceBridgeTrainLora', 'DeviceBridgeTrainLoraSimple']
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
 // as nodes/choices.py has them
@@ -91,29 +90,20 @@ function addLoss(node) {
   const blocks = h('div')
   const element = h('div', { class: 'db-node' }, facts, plot.element, blocks)
   addWidget(node, 'loss', element, 206)
-  let timer = 0
-  const draw = () => {
-    timer = 0
+  const drawing = drawOnChange(() => {
     const run = runOf(node)
     if (run) load(run.run)
     const details = run && state.details.get(run.run)
     facts.textContent = run ? `${run.run}: ${stateName(run.state)}, ${t('step {step}/{total}, loss {loss}', { ...run, loss: number(run.loss) })}` : t('no run of this name yet')
     plot.draw(details ? [{ name: run.run, points: details.steps, marks: details.evals, smoothing: state.choice.smoothing }] : [])
     fill(blocks, details?.blocks, () => (details?.blocks?.length ? blocksView(details.blocks) : []))
-  }
-  const drawSoon = () => {
-    if (!timer && !document.hidden) timer = setTimeout(draw, DRAWN_EVERY_MS)
-  }
-  const end = subscribe(drawSoon)
-  document.addEventListener('visibilitychange', drawSoon)
+  })
   const removed = node.onRemoved
   node.onRemoved = function (...values) {
-    end()
-    clearTimeout(timer)
-    document.removeEventListener('visibilitychange', drawSoon)
+    drawing.end()
     return removed?.apply(this, values)
   }
-  drawSoon()
+  drawing.soon()
 }
 
 /** Of the runs of the name that the node has, numbered ones included: one under way, else the last answer's or the newest. */

@@ -6,9 +6,8 @@ import { button, duration, fill, h, now, number, say } from './dom.js'
 import { blocksView, cardView, memoryLegend } from './memory.js'
 import { colourOf, makePlot } from './plot.js'
 import { stateName, t } from './words.js'
-import { address, choose, load, send, shownRun, state, subscribe } from './state.js'
+import { address, choose, drawOnChange, load, send, shownRun, state } from './state.js'
 
-const DRAWN_EVERY_MS = 1000
 const MOST_COMPARED = 5
 const BADGES = { running: '▶', finished: '✓', stopped: '■', failed: '✕', crashed: '✕' }
 
@@ -34,33 +33,17 @@ export function renderPanel(root) {
   root.replaceChildren(h('div', { class: 'db-panel' }, parts.error, parts.status,
     place('cards', t('Cards'), parts.cards), place('queue', t('Queue'), parts.queue), place('runs', t('Runs'), parts.runs), datasetPart(), ofRun))
 
-  let timer = 0
-  let drawnAt = 0
-  const draw = () => {
-    timer = 0
-    if (!root.isConnected) return
-    drawnAt = performance.now()
-    drawAll(parts, ofRun)
-  }
-  const drawSoon = () => {
-    if (timer || document.hidden || !root.isConnected) return
-    timer = setTimeout(draw, Math.max(0, drawnAt + DRAWN_EVERY_MS - performance.now()))
-  }
-  const drawNow = () => { if (!document.hidden) draw() }
-  const end = subscribe(drawSoon)
-  root.addEventListener('db-now', drawNow) // what a user has clicked is seen at once
-  document.addEventListener('visibilitychange', drawSoon)
+  const drawing = drawOnChange(() => { if (root.isConnected) drawAll(parts, ofRun) })
+  root.addEventListener('db-now', drawing.now) // what a user has clicked is seen at once
   // ComfyUI calls this before the element is in the page, and where nothing trains no message would come to draw it later
   const drawWhenShown = (framesLeft) => {
-    if (root.isConnected) draw()
+    if (root.isConnected) drawing.now()
     else if (framesLeft) requestAnimationFrame(() => drawWhenShown(framesLeft - 1))
   }
   drawWhenShown(120)
   return () => {
-    end()
-    clearTimeout(timer)
-    root.removeEventListener('db-now', drawNow)
-    document.removeEventListener('visibilitychange', drawSoon)
+    drawing.end()
+    root.removeEventListener('db-now', drawing.now)
   }
 }
 

@@ -4,6 +4,7 @@ import { api } from '../../../scripts/api.js'
 
 const MOST_POINTS = 2000
 const STALE_MS = 5000
+const DRAWN_EVERY_MS = 1000
 const SAVED = 'devicebridge.page'
 
 export const state = {
@@ -28,10 +29,27 @@ function saved() {
   }
 }
 
-/** Call a function after every change; returns how to end that. */
-export function subscribe(listener) {
-  listeners.add(listener)
-  return () => listeners.delete(listener)
+/** Draw something at each change, at most once a second, and not while the page is hidden. */
+export function drawOnChange(draw) {
+  let timer = 0
+  let drawnAt = -Infinity
+  const now = () => {
+    clearTimeout(timer)
+    timer = 0
+    drawnAt = performance.now()
+    draw()
+  }
+  const soon = () => {
+    if (!timer && !document.hidden) timer = setTimeout(now, Math.max(0, drawnAt + DRAWN_EVERY_MS - performance.now()))
+  }
+  listeners.add(soon)
+  document.addEventListener('visibilitychange', soon)
+  const end = () => {
+    listeners.delete(soon)
+    clearTimeout(timer)
+    document.removeEventListener('visibilitychange', soon)
+  }
+  return { now, soon, end }
 }
 
 export function changed() {
