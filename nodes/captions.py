@@ -145,22 +145,16 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         return links_fit(cls, input_types)
 
     @classmethod
-    def fingerprint_inputs(
-        cls,
-        cache_folder: str = "",
-        text_encoders: str | None = None,
-        vae: str | None = None,
-        text_encoder_2: str = "",
-        **others: Any,
-    ) -> Any:
+    def fingerprint_inputs(cls, text_encoders: str | None = None, vae: str | None = None, **others: Any) -> Any:
         """Other where an entry is gone or an encoder's file has changed; always where a link names one, whose text is
         not known yet."""
         if text_encoders is None or vae is None:
             return float("nan")
         try:
-            chosen = (("text_encoders", text_encoders), ("text_encoders", text_encoder_2), ("vae", vae))
+            second = others.get("text_encoder_2", "")
+            chosen = (("text_encoders", text_encoders), ("text_encoders", second), ("vae", vae))
             paths = [folders.find_component(kind, read_file(name)) for kind, name in chosen]
-            kept = KEPT[str(folders.folder_in_output(cache_folder, "cache_folder"))]
+            kept = KEPT[str(folders.folder_in_output(others.get("cache_folder", ""), "cache_folder"))]
             states = (folders.state_of(Path(path)) for path in paths if path)
             return [sum(not each.is_file() for each in kept), *paths, *states]
         except (ValueError, OSError) as error:

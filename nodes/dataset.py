@@ -116,24 +116,15 @@ class TrainingDatasetNode(io.ComfyNode):
         return links_fit(cls, input_types)
 
     @classmethod
-    def fingerprint_inputs(
-        cls,
-        folder: str | None = None,
-        evaluation_folder: str | None = None,
-        references: str | None = "",
-        control: str | None = "",
-        evaluation_references: str | None = "",
-        evaluation_control: str | None = "",
-        **others: Any,
-    ) -> Any:
+    def fingerprint_inputs(cls, folder: str | None = None, evaluation_folder: str | None = None, **others: Any) -> Any:
         """Changed files run the node again, as a linked name does."""
-        beside = (references, control, evaluation_references, evaluation_control)
+        names = ("references", "control", "evaluation_references", "evaluation_control")
+        beside = [others.get(name, "") for name in names]
         if folder is None or evaluation_folder is None or None in beside:
             return float("nan")
         given = (folder, read_file(evaluation_folder), *(name for each in beside if each for name in read_lines(each)))
-        names = [name for name in given if name]
         try:
-            return [folders.state_of(folders.folder_in_input(name, "folder", _ask), _ask) for name in names]
+            return [folders.state_of(folders.folder_in_input(name, "folder", _ask), _ask) for name in given if name]
         except (ValueError, OSError, Stopped) as error:
             return str(error)  # execute says it where the user sees it; here the host would only log a traceback
 

@@ -182,31 +182,31 @@ def load_vae(path: str) -> Any:
     return vae
 
 
-def path_of_vae(vae: Any) -> str:
-    """The file that a stock VAE was loaded from; "" where nobody knows."""
-    init = getattr(getattr(vae, "patcher", None), "cached_patcher_init", None)
-    if init is None:
-        return ""
+def given_to_loader(patcher: Any, *loaders: str) -> Any:
+    """What one of these functions of comfy.sd made a patcher of; None for one that another made."""
     import comfy.sd
 
-    loaders = [getattr(comfy.sd, name, None) for name in ("load_vae_patcher", "load_checkpoint_vae_patcher")]
-    return str(init[1][0]) if init[0] in loaders else ""
+    loader, given, *_ = getattr(patcher, "cached_patcher_init", None) or ("", None)
+    return given if loader in [getattr(comfy.sd, name, None) for name in loaders] else None
+
+
+def path_of_vae(vae: Any) -> str:
+    """The file that a stock VAE was loaded from; "" where nobody knows."""
+    given = given_to_loader(getattr(vae, "patcher", None), "load_vae_patcher", "load_checkpoint_vae_patcher")
+    return str(given[0]) if given else ""
 
 
 def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
     """The files that a stock CLIP was loaded from, and their type; ((), "") where nobody knows, or for another
     checkpoint than the diffusion model's."""
-    init = getattr(getattr(clip, "patcher", None), "cached_patcher_init", None)
-    if init is None or clip.layer_idx is not None:  # a node behind its loader has chosen a layer
+    patcher = getattr(clip, "patcher", None)
+    if patcher is None or clip.layer_idx is not None:  # a node behind its loader has chosen a layer
         return (), ""
-    import comfy.sd
-
-    loader, given = init[:2]
-    if loader is getattr(comfy.sd, "load_clip_model_patcher", None):
+    if given := given_to_loader(patcher, "load_clip_model_patcher"):
         return tuple(map(str, given[0])), str(given[2].name).lower()
-    if loader is getattr(comfy.sd, "load_checkpoint_clip_patcher", None) and _is_own((str(given[0]),), model_path):
-        return (str(given[0]),), ""
-    return (), ""
+    given = given_to_loader(patcher, "load_checkpoint_clip_patcher")
+    files = (str(given[0]),) if given else ()
+    return (files, "") if _is_own(files, model_path) else ((), "")
 
 
 def _there(value: Any, what: str, path: str) -> Any:

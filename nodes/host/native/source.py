@@ -28,7 +28,7 @@ from ....families.registry import COMFYUI
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from ..comfy_encoders import AS_LOADED, attached_to
 from .drawing import FLOWS, time_at
-from .files import ask_comfyui
+from .files import ask_comfyui, given_to_loader
 from .model import ComfyModel, build, channels_of, kind_of, silence_of
 
 _log = logging.getLogger(__name__)
@@ -56,20 +56,18 @@ _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_ma
 
 def path_of_model(model: Any) -> Path:
     """The file that a stock MODEL came from. Raises: ValueError if something was done to it since, or nobody knows."""
-    import comfy.sd
-
     found = ["object_patches"] * bool(model.object_patches) + attached_to(model)
     if found := [each for each in found if each != "additional_models"]:  # copies on other cards
         raise ValueError(
             f"the stock MODEL has {', '.join(found)} (a LoRA's, say), which training would leave out; {AS_LOADED}"
         )
-    init = getattr(model, "cached_patcher_init", None)
-    if init is None or init[0] not in (comfy.sd.load_diffusion_model, comfy.sd.load_checkpoint_guess_config):
+    given = given_to_loader(model, "load_diffusion_model", "load_checkpoint_guess_config")
+    if given is None:
         raise ValueError(
             "this MODEL does not come from Load Diffusion Model or Load Checkpoint; choose its file, also a GGUF, in "
             "Load Model for Training Across GPUs"
         )
-    return Path(init[1][0])
+    return Path(given[0])
 
 
 def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
