@@ -27,14 +27,14 @@ def test_a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly(form: str, fou
         ("nvfp4", "holds quantized weights in nvfp4"),
         ("mxfp8", "holds quantized weights in mxfp8"),
         ("gguf", "is no whole GGUF file"),
-        ("lora", "has patches (a LoRA's, say), and training would leave them out"),
-        ("meanflow", "distilled to jump from one noise level of the sampler to the next (time_r_in)"),
+        ("lora", "has patches (a LoRA's, say), which training would leave out"),
+        ("meanflow", "distilled to jump to the sampler's next noise level (time_r_in)"),
         (
             "first sample alone",
             "reference_latents is read of the first sample of a batch alone; set train.batch_size to 1",
         ),
         ("one at a time", "train.batch_size is 2, but ComfyUI's MiniMaxH3Model computes one sample at a time"),
-        ("other loader", "what other packs' loaders make cannot be trained"),
+        ("other loader", "does not come from Load Diffusion Model or Load Checkpoint"),
     ],
 )
 def test_what_training_cannot_hold_is_refused_with_the_reason(what: str, message: str, found: Any) -> None:
