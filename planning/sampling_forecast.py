@@ -150,10 +150,13 @@ class SamplingForecast:
         divided = (size - model.other_bytes) / count
         return [size] * count if way == "tokens" else [divided + model.other_bytes, *[divided] * (count - 1)]
 
-    def has_room(self, way: WayName, bits: int) -> bool:
-        """Whether nothing is streamed."""
+    def streamed_bytes(self, way: WayName, bits: int) -> float:
+        """Weights that the cards have no room for, which wait in host memory."""
         held = zip(self.held_bytes(way, bits), self.cards, strict=True)
-        return all(size <= card.usable_bytes - _KEPT_BYTES for size, card in held)
+        return sum(max(0.0, size - (card.usable_bytes - _KEPT_BYTES)) for size, card in held)
+
+    def has_room(self, way: WayName, bits: int) -> bool:
+        return not self.streamed_bytes(way, bits)
 
     def ways(self, bits: int | None = None) -> Ways:
         """Those that auto would look at with weights stored in so many bits; None: of any room. There are several
@@ -195,12 +198,9 @@ class SamplingForecast:
             way = self.taken(bits)
             seconds = getattr(self.ways().seconds(1), way)
             said = f"way auto takes {way}, about {seconds:.2g} s per step, {alone / seconds:.2g} times one card"
-        fits = (
-            ""
-            if self.has_room(way, bits)
-            else "; weights that do not fit are streamed at every step, which is not in it"
-        )
-        return f"{bits}-bit file: {said}{fits}"
+        streamed = self.streamed_bytes(way, bits) / 1e9
+        note = f"; {streamed:.3g} GB that do not fit are streamed from RAM at every step, which is not in it"
+        return f"{bits}-bit file: {said}{note * bool(streamed)}"
 
     def describe(self) -> str:
         """The verdict for a 16-bit and an 8-bit file, what they go by, and a row per way."""
