@@ -347,4 +347,4 @@ class SamplesConfig:
         if blank:
             raise ValueError(f"prompt {blank[0]} is blank; write what to draw, or take it out of the list")
         if self.height and not self.width:
-            raise ValueError(f"height = {self.height} belongs to a width; give both, or neither")
+            raise ValueError(f"a height of {self.height} belongs to a width; give both, or neither")

@@ -156,6 +156,7 @@ _INPUTS = (
         "or schedule, more or other images and captions, other GPUs. Weights, optimizer and step are kept, and the "
         "node says what changes. The model, rank, alpha and targets must stay.",
     ),
+    *(Socket(f"sample_{name}", f"samples.{name}", **LATER) for name in ("width", "height", "seed")),
 )
 
 

@@ -537,7 +537,9 @@ CHANGES = [
     ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
     ("sample_prompts", "a cat, asleep\n\n a dog \n", "samples.prompts", ("a cat, asleep", "a dog")),
     ("sample_every", 7, "samples.every_steps", 7), ("sample_steps", 8, "samples.steps", 8),
-    ("sample_guidance", 1.0, "samples.guidance", 1.0), ("lora_kind", "lokr", "lora.kind", "lokr"),
+    ("sample_guidance", 1.0, "samples.guidance", 1.0), ("sample_width", 512, "samples.width", 512),
+    ("sample_height", 0, "samples.height", 0), ("sample_seed", 5, "samples.seed", 5),
+    ("lora_kind", "lokr", "lora.kind", "lokr"),
     ("layers", "attention", "lora.layers", "attention"), ("start_from", "", "lora.start_from", ""),
     ("ema_decay", 0.99, "train.ema_decay", 0.99), ("processes", 2, "parallel.processes", 2),
     ("strategy", "fsdp", "parallel.strategy", "fsdp"), ("expert", "low_noise", "objective.expert", "low_noise"),
@@ -554,6 +556,13 @@ def test_a_socket_reaches_its_setting_and_no_other(nodes, sockets, socket, value
     if socket == "name":
         changed["output"] = before.output
     assert dataclasses.replace(after, **changed) == before
+
+
+def test_a_height_of_pictures_goes_with_a_width(nodes, sockets):
+    samples = _job(nodes, sockets, sample_width=512, sample_height=768).samples
+    assert (samples.width, samples.height) == (512, 768)
+    with pytest.raises(ValueError, match="768 belongs to a width"):
+        _job(nodes, sockets, sample_height=768)
 
 
 def test_a_lora_to_start_from_is_found_among_the_hosts(nodes, host, sockets):

@@ -420,7 +420,7 @@ def test_jobs_whose_pictures_cannot_be_drawn_are_refused(tmp_path: Path, caplog:
     refused(r"samples\.frames = 6 .* have 4n \+ 1 frames; 5 works", "wan", frames=6)
     refused("is no VAE", vae=str(tmp_path / "flux2" / "data"))
     refused("prompt 2 is blank", prompts=["a cat", "  "])
-    refused("height = 32 belongs to a width", width=0)
+    refused("height of 32 belongs to a width", width=0)
     with pytest.raises(ValueError, match=r"a job on data\.encoded has no encoders"):
         _job(tmp_path, "run", data={"folders": [], "encoded": "x.json"})
     job = _job(tmp_path / "wan", "run", "wan", model={"variant": "wan2.2-t2v-a14b-high"})
