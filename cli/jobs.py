@@ -148,7 +148,8 @@ def check(options: argparse.Namespace) -> int:
                 say(describe_plan(plan.training, plan.job.train.steps))
             num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
             of_clips = f"; {num_clips} of them of clips" if num_clips else ""
-            say(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
+            kind = "sounds" if plan.family.latent_of(plan.variant).audio_rows else "images"
+            say(f"{kind}: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
             if plan.samples:
                 say(describe_samples(plan.samples))
             say(f"LoRA file: {describe_file(plan)}")

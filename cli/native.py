@@ -89,7 +89,7 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
     from ..nodes.host.native.files import load_encoders
     from ..nodes.host.native.text import refuse_other_class
 
-    clip, vae, vision = load_encoders(job)
+    clip, vae, audio_vae, vision = load_encoders(job)
     wanted = info.family.host.text_class if info.family.host else ""
     if clip and wanted:
         refuse_other_class(clip, wanted, is_trained=job.lora.text_encoder)
@@ -98,12 +98,13 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
         job.cache,
         text_source=clip.fingerprint if clip else job.cache.text_source,
         latent_source=vae.fingerprint if vae else job.cache.latent_source,
+        audio_source=audio_vae.fingerprint if audio_vae else job.cache.audio_source,
         vision_source=vision.fingerprint if vision else job.cache.vision_source,
     )
     try:
-        yield replace(job, cache=cache), ComfyEncoders(clip, vae, conditioner)
+        yield replace(job, cache=cache), ComfyEncoders(clip, vae, conditioner, audio_vae)
     finally:
-        for each in filter(None, (clip, vae)):
+        for each in filter(None, (clip, vae, audio_vae)):
             each.release()
 
 
@@ -134,7 +135,7 @@ def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> Job
         return job
     is_early = ranks.place.local_rank == 0
     own = unless_stopped(ranks, lambda: encoded(job, on_event, ranks.is_stop_asked) if is_early else job)
-    names = ("text_source", "latent_source", "vision_source")
+    names = ("text_source", "latent_source", "audio_source", "vision_source")
     sources = ranks.from_first(lambda: [getattr(own.cache, name) for name in names])
     if ranks.any(is_early and sources != [getattr(own.cache, name) for name in names]):
         raise ValueError("the machines of this job have other text encoders, VAEs or vision models; give all the same")

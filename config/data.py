@@ -101,6 +101,8 @@ class DataConfig:
         window: Which part of a longer clip: its start, its centre, or several parts spread evenly (uniform), each a
             sample with the same caption. Matters with clips.
         num_windows: Parts per clip. Above 1 with window uniform only.
+        seconds: Length of the parts that window cuts of sounds that are trained alone; shorter ones stay whole. Left
+            out: all of each, up to 600. Decides the memory of a step.
         encoded: In place of folders: a list of samples that arrived as latents and text states. Dataset from Latents
             and Conditioning writes it. What is about images has no effect then.
         trigger_word: Word that calls what is trained, such as ohwx. It takes the place of [trigger] in captions, and is
@@ -130,6 +132,7 @@ class DataConfig:
     fps: Annotated[float, Range(0.1, 1000.0, or_zero=True)] | Literal["source"] = 0.0
     window: Literal["start", "centre", "uniform"] = "start"
     num_windows: Annotated[int, Range(1, 1000)] = 1
+    seconds: Annotated[float, Range(0.1, 600.0, or_zero=True)] = 0.0
     encoded: PathText = ""
     trigger_word: Annotated[str, Field(max_length=200)] = ""
     caption_template: _Template = ""
@@ -203,6 +206,10 @@ class CacheConfig:
             stock_clip.
         stock_vae: File of ComfyUI's VAE that encodes the images: a name in models/vae, or a full path. With family
             comfyui a checkpoint that holds one needs none. Needs a ComfyUI on this machine.
+        stock_audio_vae: File of ComfyUI's VAE that encodes the sound of clips, for models that make video with sound
+            (LTX-2, MiniMax H3): a name in models/vae or models/checkpoints, or a full path. Left out: clips are trained
+            without their sound. A model of sound alone takes stock_vae.
+        audio_source: Name of the VAE that did.
         stock_vision: File of ComfyUI's CLIP vision model that looks at first frames or references: a name in
             models/clip_vision, or a full path. Wan 2.1's image-to-video and Fun Control need one. With data.condition
             first-frame, fun-control or z-image-omni.
@@ -224,6 +231,8 @@ class CacheConfig:
     stock_clip: Annotated[tuple[Annotated[NameText, Field(min_length=1)], ...], Field(max_length=4)] = ()
     stock_clip_type: str = ""
     stock_vae: NameText = ""
+    stock_audio_vae: NameText = ""
+    audio_source: Annotated[str, Field(pattern=_source_pattern("VAE"))] = ""
     stock_vision: NameText = ""
     vision_source: Annotated[str, Field(pattern=_source_pattern("VISION"))] = ""
     caption_weights: bool = False
@@ -251,7 +260,12 @@ class CacheConfig:
     @property
     def needs_stock_encoders(self) -> bool:
         """Whether files are named that only ComfyUI can load."""
-        return bool(self.stock_clip or self.stock_vae or self.stock_vision)
+        return bool(self.stock_clip or self.stock_vae or self.stock_audio_vae or self.stock_vision)
+
+    @property
+    def has_sound(self) -> bool:
+        """Whether ComfyUI's VAE encodes the sound of clips, or has encoded it."""
+        return bool(self.stock_audio_vae or self.audio_source)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -1,8 +1,9 @@
-"""Captions of images and clips: the files that hold them, and the texts that are trained.
+"""Captions of images, clips and sounds: the files that hold them, and the texts that are trained.
 
-Of cat.png that is cat.txt, else cat.caption, else an entry of a JSON file: cat.json, or one file for a whole folder, as
-Hugging Face's imagefolder, sd-scripts, musubi-tuner, ai-toolkit, diffusion-pipe and LTX's trainer have it. A JSON
-file counts as one of captions if an entry names an image or clip that is there; what is wrong in it is then refused.
+Of cat.png that is cat.txt, else cat.caption or cat.caption.txt, else an entry of a JSON file: cat.json, or one file for
+a whole folder, as Hugging Face's imagefolder, sd-scripts, musubi-tuner, ai-toolkit, diffusion-pipe and LTX's trainer
+have it. A JSON file counts as one of captions if an entry names an image or clip that is there; what is wrong in it is
+then refused.
 
 Where tags are shuffled or dropped, a text of each of some draws is made ahead, because encoders run before a training.
 A draw is a hash of the caption and its number: other seeds, images and runs have the same texts, and encode none anew.
@@ -22,7 +23,8 @@ from typing import Any
 from ..config.job import DataConfig, FolderConfig
 from ..system.files import MAX_ENTRIES, Looked, expect, parse_json, read_ordinary
 
-TEXT_FILES = (".txt", ".caption")  # the first counts
+TEXT_FILES = (".txt", ".caption", ".caption.txt")  # the first counts
+_LYRICS_FILES = (".lyrics.txt", ".lyrics")  # likewise, as ACE-Step 1.5's own trainer and SimpleTuner have them
 _MOST_CAPTION_BYTES = 1_000_000
 _MOST_TABLE_BYTES = 100_000_000
 _MOST_TEXTS = 100  # of one image
@@ -30,6 +32,7 @@ _NAME_KEYS = ("file_name", "image_path", "video_path", "media_path")
 _TEXT_KEYS = ("caption", "captions", "text", "prompt")  # and behind them "tags"
 _HALF = re.compile("[\ud800-\udfff]")
 _REMEDY = "mend it, or take the file out of the folder"
+_FOR_SONGS = {"bpm": "give 10 to 999", "timesignature": "give 2, 3, 4 or 6"}
 
 
 def stem_of(path: Path) -> str:
@@ -38,9 +41,18 @@ def stem_of(path: Path) -> str:
 
 
 def caption_file(path: Path) -> Path:
-    """name.txt, or name.caption where that alone is there."""
-    text, other = (path.with_name(f"{stem_of(path)}{suffix}") for suffix in TEXT_FILES)
-    return other if os.path.lexists(other) and not os.path.lexists(text) else text
+    """The first that is there; name.txt where none is."""
+    return _first_file(path, TEXT_FILES)
+
+
+def _first_file(path: Path, endings: Sequence[str]) -> Path:
+    files = [path.with_name(f"{stem_of(path)}{ending}") for ending in endings]
+    return next((each for each in files if os.path.lexists(each)), files[0])
+
+
+def lyrics_file(path: Path) -> Path:
+    """name.lyrics.txt, or name.lyrics where that alone is there."""
+    return _first_file(path, _LYRICS_FILES)
 
 
 def read_caption(path: Path) -> str | None:
@@ -115,21 +127,38 @@ class Tables:
         source = self.entries[place].file
         return self.texts[place], source.suffix if source.stem == stem_of(path) else source.name
 
+    def song_of(self, path: Path) -> dict[str, str | int]:
+        """What is said of a song beside its caption: lyrics from their own file, else from JSON; the rest from JSON.
+
+        Raises: ValueError as read_caption, or for a value that no model takes.
+        """
+        entry = self.entries.get(_place(path))
+        given = entry.value if entry and isinstance(entry.value, dict) else {}
+        said = {key: given[key] for key in _OF_SONGS if given.get(key) not in (None, "")}
+        if (lyrics := read_caption(lyrics_file(path))) is not None:
+            said["lyrics"] = lyrics
+        return {key: _of_song(key, value, str(entry or path)) for key, value in said.items()}
+
     def has(self, path: Path) -> bool:
         """Whether an entry is of this image or clip."""
         return _place(path) in self.texts
 
 
 def read_tables(
-    folders: Iterable[Path], media: Sequence[Path], ask: Callable[[], None], *, follows_links: bool = True
+    folders: Iterable[Path],
+    media: Sequence[Path],
+    ask: Callable[[], None],
+    *,
+    follows_links: bool = True,
+    of_songs: bool = False,
 ) -> Tables:
     """The captions in the JSON files of folders, of images and clips in them and below. They are not looked at where
-    each has a caption file of its own.
+    each has a caption file of its own, unless they are of_songs and say more.
 
     Raises: ValueError naming file and line of what is wrong.
     """
     found = Tables()
-    if all(os.path.lexists(caption_file(path)) for path in media):
+    if not of_songs and all(os.path.lexists(caption_file(path)) for path in media):
         return found
     names: dict[str, dict[str, str]] = {}
     for path in media:
@@ -161,7 +190,11 @@ def _entries(file: Path, names: Mapping[str, object]) -> Iterator[_Entry]:
         raise ValueError(too_many)
     if isinstance(values, list):
         yield from (_named(file, value, text=text) for value in values)
-    elif isinstance(values, dict) and _place(file.with_suffix("")) in names and {*_TEXT_KEYS, "tags"} & values.keys():
+    elif (
+        isinstance(values, dict)
+        and _place(file.with_suffix("")) in names
+        and {*_TEXT_KEYS, *_OF_SONGS, "tags"} & values.keys()
+    ):
         yield _Entry(file, file.stem, values)
     elif isinstance(values, dict):
         yield from (_Entry(file, name, value, text=text) for name, value in values.items())
@@ -192,8 +225,9 @@ def _add(found: Tables, file: Path, entries: Sequence[_Entry], names: Mapping[st
             raise ValueError(f"{each}: {each.name!r} is {' and '.join(names[place].values())}; name it with its ending")
         if image in found.entries:
             raise ValueError(f"{each}: {each.name!r} has captions in {found.entries[image]}, too; remove one of them")
+        found.entries[image] = each
         if texts := _texts_of(each):
-            found.texts[image], found.entries[image] = texts, each
+            found.texts[image] = texts
 
 
 def _texts_of(entry: _Entry) -> tuple[str, ...]:
@@ -219,6 +253,22 @@ def _all_texts(value: Any, entry: _Entry) -> list[str]:
     if any(_HALF.search(each) for each in texts):
         raise ValueError(f"{entry}: a caption has half a character (a surrogate), which no encoder takes; {_REMEDY}")
     return texts
+
+
+_OF_SONGS: dict[str, re.Pattern[str]] = {  # what ComfyUI's text encode nodes of ACE-Step take, each in full
+    "lyrics": re.compile(r"(?s).{0,50000}"),
+    "bpm": re.compile(r"[1-9][0-9]{1,2}"),
+    "timesignature": re.compile(r"[2346](/4)?"),
+    "keyscale": re.compile(r".{1,40}"),
+    "language": re.compile(r".{1,40}"),
+}
+
+
+def _of_song(key: str, value: Any, where: str) -> str | int:
+    text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+    if text is None or not _OF_SONGS[key].fullmatch(text) or _HALF.search(text):
+        raise ValueError(f"{where}: {key} is {value!r:.60}, which is not taken; {_FOR_SONGS.get(key, _REMEDY)}")
+    return int(text[:3] if key == "bpm" else text[0]) if key in ("bpm", "timesignature") else text
 
 
 # ---- texts

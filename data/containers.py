@@ -1,4 +1,4 @@
-"""Containers of video: which one a file is, recognised by its content, and whether all of it is there.
+"""Containers of video and sound: which one a file is, recognised by its content, and whether all of it is there.
 
 MPEG and FLV files do not say how long they are: of one that was cut short, what is left is a shorter clip, unless the
 last frame shows the damage.
@@ -6,11 +6,41 @@ last frame shows the damage.
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
 
 _MOV_SUFFIXES = (".mp4", ".m4v", ".mov", ".3gp")
 _MPEG_SUFFIXES = (".ts", ".mts", ".m2ts", ".mpg", ".mpeg")
 CONTAINER_SUFFIXES = (*_MOV_SUFFIXES, ".mkv", ".webm", ".avi", ".flv", *_MPEG_SUFFIXES)
+SOUND_SUFFIXES = (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus")
+_NO_OTHER_FILES = {"protocol_whitelist": "none", "enable_drefs": "0"}  # "none" is no protocol's name
+_UNKNOWN_LENGTH = 0xFFFFFFFF  # of a WAV that was written as it came
+
+
+@contextmanager
+def open_container(path: Path) -> Iterator[Any]:
+    """PyAV's container of a file.
+
+    The first bytes tell the format, and FFmpeg is given an open file, so that neither a name nor a playlist in
+    disguise makes it open anything else. Tracks that lie in other files, which MOV knows, are not opened.
+
+    Raises: ValueError for a damaged file, RuntimeError without PyAV.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise RuntimeError(f"reading {path} needs PyAV, which ComfyUI brings along; pip install av") from error
+
+    with open(path, "rb") as file:
+        kind = find_kind(file)
+        file.seek(0)
+        try:
+            with av.open(file, format=kind, container_options=_NO_OTHER_FILES) as container:
+                yield container
+        except av.error.FFmpegError as error:  # some are neither ValueError nor OSError
+            raise ValueError(error.strerror or str(error)) from error
 
 
 def find_kind(file: BinaryIO) -> str:
@@ -28,6 +58,11 @@ def find_kind(file: BinaryIO) -> str:
         end, kind = _mov_end(file, size), "mov"
     elif start[:4] == b"RIFF" and start[8:12] == b"AVI ":
         end, kind = _avi_end(file, size), "avi"
+    elif start[:4] == b"RIFF" and start[8:12] == b"WAVE":
+        length = int.from_bytes(start[4:8], "little")
+        end, kind = 0 if length == _UNKNOWN_LENGTH else length + 8, "wav"
+    elif start[:4] in (b"fLaC", b"OggS"):
+        kind = "flac" if start[:1] == b"f" else "ogg"
     elif start[:3] == b"FLV":
         kind = "flv"
     elif start[:4] == b"\0\0\1\xba":
@@ -35,8 +70,10 @@ def find_kind(file: BinaryIO) -> str:
     elif any(start[first::length][:2] == b"GG" for first, length in ((0, 188), (4, 192))):
         # packets follow each other; those of a camera have a time of four bytes in front
         kind = "mpegts"
+    elif start[:3] == b"ID3" or start[0] == 0xFF and start[1:2] and start[1] & 0xE6 == 0xE2:  # layer III
+        kind = "mp3"
     else:
-        raise ValueError("it is neither MP4, MOV, MKV, WebM, AVI, FLV nor MPEG")
+        raise ValueError("it is neither MP4, MOV, MKV, WebM, AVI, FLV, MPEG, WAV, FLAC, Ogg nor MP3")
     if end > size:
         raise ValueError(f"it is cut off: {size} of {end} bytes are there")
     return kind

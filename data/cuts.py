@@ -73,6 +73,7 @@ class ClipPlan:
     fps: float | None  # None takes every frame
     window: Literal["start", "centre", "uniform"]
     num_windows: int
+    seconds: float = 0.0  # of the parts of a sound; 0 takes all of it
 
     def cut(self, info: ClipInfo) -> list[tuple[int, ...]]:
         """The clip's frames of every sample made of it.
@@ -110,7 +111,7 @@ def is_slower(info: ClipInfo, fps: float | None) -> bool:
 def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
     """The config's settings, else the model's.
 
-    Raises: ValueError for lengths that the model does not take; names the nearest.
+    Raises: ValueError for lengths that the model does not take; names the nearest. For another rate than sound has.
     """
     frames = sorted(set(config.frames or latent.frame_lengths))
     if not latent.is_video and frames != [1]:
@@ -123,6 +124,11 @@ def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
             f"data.frames has {first(map(str, wrong), most=6)}, but this model takes {latent.clip_rule} frames; "
             f"nearest are {first(map(str, nearest), most=6)}"
         )
+    if latent.is_video and latent.sound_rate and config.fps not in (0, latent.fps):
+        raise ValueError(
+            f"data.fps is {config.fps!r}, but beside sound this model takes {latent.fps:g} frames per second; leave it "
+            "out, or cache.stock_audio_vae"
+        )
     lengths = tuple(length for length in frames if length > 1) or (1,)
     fps = None if config.fps == "source" else float(config.fps) or latent.fps
-    return ClipPlan(lengths, fps, config.window, config.num_windows)
+    return ClipPlan(lengths, fps, config.window, config.num_windows, config.seconds)

@@ -3,8 +3,9 @@
 A dataset is one or more ordinary folders: name.png (or another ending of image.py) with its caption where captions.py
 looks for it and, where wanted, a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also take
 clips: name.mp4 (or another ending of video.py), animations (name.gif, .webp, .png), and a sub-folder `name` of images
-that has a caption beside it. A folder without any of these stands for its sub-folders that have some. What else lies
-there is named by left_out.py. cuts.py says what is taken from a clip, and how all is cut.
+that has a caption beside it; and with them name.wav (or another ending of containers.py) in place of their own sound.
+Models of sound alone take such files, with name.lyrics.txt. A folder without any of these stands for its sub-folders
+that have some. What else lies there is named by left_out.py. cuts.py says how all is cut.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import lt
 from pathlib import Path
@@ -28,12 +29,14 @@ from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec
 from ..system.files import Looked
 from ..system.stopping import Stopped, alive, never
-from .captions import TEXT_FILES, Tables, caption_file, make_captions, read_tables, stem_of
+from .captions import TEXT_FILES, Tables, caption_file, lyrics_file, make_captions, read_tables, stem_of
+from .containers import SOUND_SUFFIXES
 from .cuts import ClipPlan, aspect, bucket_step, choose_bucket, is_slower, make_buckets, make_clip_plan, plan_crop
-from .image import ImageRequest, look_at
+from .image import ImageRequest, SoundRequest, look_at
 from .left_out import LeftOut, is_of_system
 from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
 from .samples import Condition, Sample, is_in_alpha, load_mask, read_mask
+from .sounds import cut_sound, sound_samples, sounds_of_clip
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
 
 _log = logging.getLogger(__name__)
@@ -50,16 +53,18 @@ _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect
 
 @dataclass(frozen=True)
 class _Picture:
-    """One image or clip as found, and all that is wrong with it."""
+    """One image, clip or sound as found, and all that is wrong with it."""
 
     path: Path
     mask: Path | None
-    size: tuple[int, int] | None  # None if unreadable
+    size: tuple[int, int] | None  # None if unreadable; of a sound alone rows and columns of latents
     captions: tuple[str, ...] | None  # None without any
     source: str  # of them
     problems: tuple[str, ...]
     clip: ClipInfo | None = None
     cuts: _Cuts = ((),)  # the frames of each sample that is made of a clip
+    sounds: tuple[SoundRequest, ...] = ()  # of each sample; () without
+    song: Mapping[str, str | int] = field(default_factory=dict)  # what is said of it beside its caption
     pair: Pair = Pair()
     is_blank: bool = False
     is_mask_idle: bool = False
@@ -69,10 +74,13 @@ class _Picture:
     ) -> list[Sample]:
         """One, or one per window of a clip."""
         assert self.size is not None
+        if self.sounds and not any(self.cuts):
+            made = sound_samples(self.sounds, self.size[0], captions, self.song)
+            return [replace(each, loss_weight=loss_weight, source=self.source) for each in made]
         bucket = choose_bucket(self.size, buckets)
         resize, crop = plan_crop(self.size, bucket)
         mask, pair, made = str(self.mask) if self.mask else None, self.pair, []
-        for frames in self.cuts:
+        for frames, sound in zip(self.cuts, self.sounds or [None] * len(self.cuts), strict=True):
             beside = None
             if condition:
                 own, references = ImageRequest(str(self.path), resize, crop, frames), tuple(map(str, pair.references))
@@ -81,7 +89,8 @@ class _Picture:
                 clip = own if way.takes_first_frame or way.takes_control and way.sees else None  # which sees its start
                 beside = Condition(condition, references, pair.sizes, control, clip)
             cut = (mask, resize, crop, bucket, frames, loss_weight, beside)
-            made.append(Sample(str(self.path), captions[0], *cut, others=tuple(captions[1:]), source=self.source))
+            more = tuple(captions[1:])
+            made.append(Sample(str(self.path), captions[0], *cut, others=more, source=self.source, sound=sound))
         return made
 
 
@@ -112,12 +121,12 @@ def scan_folders(
             raise Stopped("stopped while the dataset was looked at; nothing was done yet")
 
     roots = [Path(folder.path) for folder in config.folders]
-    config = replace(config, folders=tuple(each for folder in config.folders for each in concepts(folder, ask)))
+    config = replace(config, folders=tuple(each for folder in config.folders for each in concepts(folder, ask, latent)))
     found = [
         (folder, files) for folder in config.folders for files in list_files(folder, config.use_masks, latent, ask)
     ]
     media, parts = [path for _, (path, _) in found], [Path(folder.path) for folder in config.folders]
-    tables = read_tables([*roots, *parts], media, ask)
+    tables = read_tables([*roots, *parts], media, ask, of_songs=bool(latent.audio_rows))
     partners: dict[FolderConfig, Partners] = {}
     for folder in config.folders if config.condition else ():
         stems = [stem_of(path) for each, (path, _) in found if each == folder]
@@ -136,13 +145,13 @@ def scan_folders(
             captions = make_captions(picture.captions or ("",), config, folder)
         except ValueError as error:
             raise ValueError(f"{picture.path}: {error}") from error
-        for each in folder.resolutions or config.resolutions:
+        for each in (folder.resolutions or config.resolutions)[: 1 if latent.audio_rows else None]:
             samples += picture.samples(buckets[each], captions, folder.loss_weight, config.condition) * folder.repeats
     for names, message in _doubts(pictures, samples, plan, tables):
         if names:
             _log.warning("%d %s", len(names), message)
     _refuse_masks_outside(samples, latent, ask)
-    for line in _left_out(config, roots, found, tables, latent, others, ask):
+    for line in _left_out(config, roots, found, tables, latent, others, samples, ask):
         _log.warning("%s", line)
     return samples
 
@@ -154,6 +163,7 @@ def _left_out(
     tables: Tables,
     latent: LatentSpec,
     others: Sequence[str],
+    samples: Sequence[Sample],
     ask: Callable[[], None],
 ) -> Iterator[str]:
     """A line for each folder with files or sub-folders that are not read."""
@@ -163,7 +173,9 @@ def _left_out(
     for place in folders:
         paths = [path for folder, (path, _) in found if Path(folder.path) == place]
         captions = {*tables.files, *map(caption_file, paths)}
-        yield from read.of_dataset(place, paths, captions, latent.is_video)
+        captions |= {lyrics_file(path) for path in paths if latent.audio_rows}
+        captions |= {Path(each.sound.path) for each in samples if each.sound}
+        yield from read.of_dataset(place, paths, captions, latent)
     for root in dict.fromkeys(beside):
         yield from read.of_partners(Path(root))
 
@@ -192,7 +204,7 @@ def repeats_of(name: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
-def concepts(folder: FolderConfig, ask: Callable[[], None]) -> list[FolderConfig]:
+def concepts(folder: FolderConfig, ask: Callable[[], None], latent: LatentSpec | None = None) -> list[FolderConfig]:
     """The folder; or its sub-folders with images or clips, where it has none itself. 10_cat gives repeats 10, and cat
     as the caption of images that have none.
 
@@ -200,11 +212,12 @@ def concepts(folder: FolderConfig, ask: Callable[[], None]) -> list[FolderConfig
     """
     root, looked = Path(folder.path), Looked(ask)
     entries = looked.entries(root) if root.is_dir() else []
-    if any(map(is_media, entries)):
+    is_read = _is_sound if latent and latent.audio_rows else is_media
+    if any(map(is_read, entries)):
         return [folder]
     made, parts = [], [entry for entry in entries if entry.is_dir() and not is_of_system(entry)]
     for part in parts:
-        if not os.access(part, os.R_OK | os.X_OK) or not any(map(is_media, looked.entries(part))):
+        if not os.access(part, os.R_OK | os.X_OK) or not any(map(is_read, looked.entries(part))):
             continue
         if _BESIDE.fullmatch(part.name):
             raise ValueError(
@@ -232,9 +245,10 @@ def list_files(
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
     looked = Looked(ask)
     entries = looked.entries(root)
-    files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in media_suffixes()]
+    suffixes = SOUND_SUFFIXES if latent.audio_rows else media_suffixes()
+    files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in suffixes]
     taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
-    folders = [entry for entry in entries if entry.is_dir()]
+    folders = [entry for entry in entries if entry.is_dir() and not latent.audio_rows]
     sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(caption_file(entry))]
     masks: dict[str, Path] = {}  # by the stem of the image
     for file in filter(_is_mask_name, files):
@@ -250,7 +264,7 @@ def list_files(
     _warn_of_unused(root, filter(_is_condition_name, files), message)
     dangling = [entry for entry in entries if entry.is_symlink() and not entry.exists()]
     _warn_of_unused(root, dangling, "links lead to nothing and are not used: %s; mend or remove them")
-    named = [entry for entry in entries if entry.suffix.lower() in media_suffixes() and entry.exists()]
+    named = [entry for entry in entries if entry.suffix.lower() in suffixes and entry.exists()]
     odd = [entry for entry in named if not entry.is_file() and not entry.is_dir()]  # pipes and devices
     _warn_of_unused(root, odd, "are no ordinary files and are not used: %s; put images in their place")
     stems = {stem_of(image) for image in images}
@@ -260,11 +274,11 @@ def list_files(
     message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
     _warn_of_unused(root, [mask for stem, mask in masks.items() if stem not in stems], message)
     if not images:
-        others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent.is_video))
+        others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent))
         raise ValueError(
-            f"no images in {root}; looked for names ending in {', '.join(media_suffixes())} (not in _mask.png, which "
-            "are masks), directly in the folder and not in its sub-folders, except those of a clip, whose caption lies "
-            f"beside them{others}"
+            f"no {'sounds' if latent.audio_rows else 'images'} in {root}; looked for names ending in "
+            f"{', '.join(suffixes)} (not in _mask.png, which are masks), directly in the folder and not in its "
+            f"sub-folders, except those of a clip, whose caption lies beside them{others}"
         )
     return [(image, masks.get(stem_of(image)) if use_masks else None) for image in images]
 
@@ -274,6 +288,10 @@ def is_media(path: Path) -> bool:
     if os.path.isdir(path):
         return os.path.isfile(caption_file(path))
     return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and _is_media_name(path)
+
+
+def _is_sound(path: Path) -> bool:
+    return os.path.isfile(path) and path.suffix.lower() in SOUND_SUFFIXES
 
 
 def _warn_of_unused(root: Path, unused: Iterable[Path], message: str) -> None:
@@ -311,6 +329,8 @@ def _inspect(
 ) -> _Picture:
     """Read everything about one image or clip, keeping what is wrong instead of stopping at it."""
     (path, mask), problems = files, list[str]()
+    if latent.audio_rows:
+        return _inspect_sound(folder, path, tables, plan, latent)
 
     def attempt(read: Callable[[Path], _T], file: Path) -> _T | None:
         try:
@@ -335,8 +355,24 @@ def _inspect(
     pair = attempt(lambda file: find_pair(file, stem_of(file), partners), path) if partners else None
     if pair and pair.control and size:
         attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
+    sounds = attempt(lambda file: sounds_of_clip(file, clip, cuts, latent), path) if clip and latent.sound_rate else ()
     is_idle = not problems and mask is not None and is_in_alpha(mask)
-    return _Picture(path, mask, size, captions, source, tuple(problems), clip, cuts, pair or Pair(), is_blank, is_idle)
+    made = _Picture(path, mask, size, captions, source, tuple(problems), clip, cuts, sounds or (), pair=pair or Pair())
+    return replace(made, is_blank=is_blank, is_mask_idle=is_idle)
+
+
+def _inspect_sound(folder: FolderConfig, path: Path, tables: Tables, plan: ClipPlan, latent: LatentSpec) -> _Picture:
+    """The same of a sound alone."""
+    made = _Picture(path, None, None, None, "", ())
+    try:
+        captions, source = tables.of(path)
+        if captions is None and folder.caption:
+            captions, source = (folder.caption,), "their folder"
+        total, parts = cut_sound(path, plan, latent)
+        made = replace(made, size=(latent.audio_rows, total), captions=captions, source=source, sounds=parts)
+        return replace(made, song=tables.song_of(path))
+    except ValueError as error:
+        return replace(made, problems=(str(error),))
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
@@ -370,6 +406,8 @@ def _read_mask_size(path: Path) -> tuple[int, int]:
 
 def _kinds(pictures: Sequence[_Picture]) -> str:
     """What to call them."""
+    if all(p.path.suffix.lower() in SOUND_SUFFIXES for p in pictures):
+        return "sounds"
     has_clips = any(p.clip or p.path.is_dir() or p.path.suffix.lower() in CLIP_SUFFIXES for p in pictures)
     return "images and clips" if has_clips else "images"
 

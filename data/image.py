@@ -42,13 +42,38 @@ _MAPPED = ("L", "P", "RGBA", "CMYK", "I;16", "I;16L", "I;16B")
 
 
 @dataclass(frozen=True)
-class ImageRequest:
-    """An image or clip and the pixels wanted of it."""
+class SoundRequest:
+    """A sound, and the part wanted of it.
 
-    path: str  # image, video file, or folder of images
+    Args:
+        path: sound file, or a clip with its own track. cells: columns of latents that the part is to become.
+    """
+
+    path: str
+    start_s: float
+    length_s: float
+    cells: int
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """An image or clip and the pixels wanted of it; or a sound alone, whose sides are rows and columns of latents."""
+
+    path: str  # image, video file, folder of images, or sound file
     resize: tuple[int, int]  # (height, width) in pixels of the whole image, after rotation
     crop: tuple[int, int, int, int]  # (top, left, height, width) in pixels, inside `resize`
     frames: tuple[int, ...] = ()  # of a clip, the numbers of the wanted frames, in the order of showing
+    sound: SoundRequest | None = None  # beside a clip, or alone
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all files that are read."""
+        return (self.path, self.sound.path) if self.sound else (self.path,)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are no pixels."""
+        return self.sound is not None and not self.frames
 
     def __post_init__(self) -> None:
         top, left, height, width = self.crop

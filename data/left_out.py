@@ -8,13 +8,18 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from ..checkpoints.model_files import first
+from ..families.spec import LatentSpec
 from ..system.files import Looked
 from .captions import TEXT_FILES
+from .containers import SOUND_SUFFIXES
 from .image import PLUGINS, image_suffixes
 from .video import media_suffixes
 
 _OF_SYSTEMS = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "__macosx")  # nobody put them there
-_SOUNDS = {".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus"}
+_OF_SOUND = (
+    "; a sound is read beside a clip of its name, for LTX-2 and MiniMax H3 with cache.stock_audio_vae, or alone, for "
+    "ACE-Step; others of ComfyUI's models are given sound by Dataset from Latents and Conditioning"
+)
 _MOST_LOOKED_AT = 20_000  # files and folders in sub-folders
 _PLUGIN_OF = {".heic": PLUGINS["HEIF"], ".heif": PLUGINS["HEIF"], ".hif": PLUGINS["HEIF"], ".jxl": PLUGINS["JXL"]}
 
@@ -31,17 +36,18 @@ class LeftOut:
         self._read, self._ask = read, ask
 
     def of_dataset(
-        self, root: Path, paths: Sequence[Path], captions: Collection[Path], takes_clips: bool
+        self, root: Path, paths: Sequence[Path], captions: Collection[Path], latent: LatentSpec
     ) -> Iterator[str]:
         """A line about files and one about sub-folders, where there are any.
 
         Args:
-            paths: images, clips and folders of images that are read. captions: their files.
-            takes_clips: whether a sub-folder can be a clip.
+            paths: images, clips, folders of images and sounds that are read. captions: their files, and other sounds.
+            latent: of the model, which says whether these are sounds, and a sub-folder can be a clip.
         """
         known = {*paths, *captions}
         entries = [entry for entry in self._entries(root) if entry not in known]
-        files = [entry for entry in entries if not _is_media(entry) and entry.is_file()]
+        suffixes = media_suffixes() if not latent.audio_rows else SOUND_SUFFIXES
+        files = [entry for entry in entries if _ending(entry) not in suffixes and entry.is_file()]
         for folder in sorted(path for path in paths if path.is_dir()):
             files += [entry for entry in self._entries(folder) if _ending(entry) not in image_suffixes()]
         yield from _of_files(root, files)
@@ -56,7 +62,7 @@ class LeftOut:
                 f"sub-folders are not read: {names}; give "
                 "each sub-folder as a folder of its own in data.folders, and how often its images come as its repeats "
                 "(10_cat: path 10_cat, repeats 10)"
-                + ("; if one is a clip, put its caption beside it, named like the folder with .txt" * takes_clips)
+                + ("; if one is a clip, put its caption beside it, named like the folder with .txt" * latent.is_video)
             )
 
     def of_partners(self, root: Path) -> Iterator[str]:
@@ -105,7 +111,7 @@ def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
     yield (
         f"{root}: {len(files)} files are not read: {first(kinds, most=20)}; save images as PNG or JPEG, clips as MP4, "
         "and captions as NAME.txt beside NAME.png, or take the files out"
-        + "; sound is trained by Dataset from Latents and Conditioning" * (not _SOUNDS.isdisjoint(by_ending))
+        + _OF_SOUND * (not by_ending.keys().isdisjoint(SOUND_SUFFIXES))
         + "".join(f"; pip install {package} has them read" for package in sorted(packages))
     )
 

@@ -1,7 +1,7 @@
 """What is trained on, in which order, and its loss masks.
 
-A sample is an image or a window of a clip, with its caption and how it is cut. Sizes are (height, width) in pixels,
-after EXIF rotation.
+A sample is an image or a part of a clip or sound, with its caption and how it is cut. Sizes are (height, width) in
+pixels, after EXIF rotation.
 
 Nothing random is carried along. Whatever is drawn (the order of an epoch, whether a caption is dropped) is a hash of
 the seed, the epoch and the position, so where a run stands is two integers, and it continues alike with any version of
@@ -22,7 +22,8 @@ import torch
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.stopping import alive
 from .captions import uniform
-from .image import ImageRequest, broken_image, opened, upright
+from .containers import SOUND_SUFFIXES
+from .image import ImageRequest, SoundRequest, broken_image, opened, upright
 from .video import media_fingerprint
 
 
@@ -76,6 +77,7 @@ class Sample:
     others: tuple[str, ...] = ()  # captions of which one is drawn each time, as often as the first
     other_text_keys: tuple[tuple[str, ...], ...] = ()  # their cache entries
     source: str = ""  # what kind of file the captions are from, or which file of many; "" where there is none
+    sound: SoundRequest | None = None  # beside a clip; or alone, and then bucket is rows and columns of latents
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -84,8 +86,14 @@ class Sample:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """The sizes of its references; () without."""
-        return tuple(side for size in (self.condition.sizes if self.condition else ()) for side in size)
+        """The sizes of its references, and the columns of its sound beside a clip; () without."""
+        sizes = tuple(side for size in (self.condition.sizes if self.condition else ()) for side in size)
+        return (*sizes, self.sound.cells) if self.sound and self.frames else sizes
+
+    @property
+    def has_sound(self) -> bool:
+        """Beside a clip, or alone."""
+        return self.sound is not None
 
     @property
     def num_frames(self) -> int:
@@ -94,7 +102,7 @@ class Sample:
 
     def image_request(self) -> ImageRequest:
         """The pixels to encode; equal for samples that differ in caption or mask only."""
-        return ImageRequest(self.path, self.resize, self.crop, self.frames)
+        return ImageRequest(self.path, self.resize, self.crop, self.frames, self.sound)
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,10 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
     Raises: OSError if a file has gone.
     """
     paths = dict.fromkeys(
-        path for s in samples for path in (s.path, s.mask_path, *(s.condition.paths if s.condition else ())) if path
+        path
+        for s in samples
+        for path in (*s.image_request().paths, s.mask_path, *(s.condition.paths if s.condition else ()))
+        if path
     )
     content = {}
     with ThreadPoolExecutor() as pool:
@@ -147,6 +158,7 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
             + ([{"loss_weight": s.loss_weight}] if s.loss_weight != 1 else [])
             + ([{"others": s.others}] if s.others else [])
             + ([{"condition": s.condition.named_by(content)}] if s.condition else [])
+            + ([{"sound": [content[s.sound.path], s.sound.start_s, s.sound.length_s]}] if s.sound else [])
             for s in samples
         ]
     )
@@ -169,6 +181,11 @@ def describe_samples(samples: Sequence[Sample]) -> str:
     if most > 1:
         texts = len({text for each in samples for text in each.captions})
         said += f"; {texts} different texts, up to {most} of an image, of which each step draws one"
+    if parts := {each.sound for each in samples if each.sound}:
+        own = len({each.path for each in parts if Path(each.path).suffix.lower() in SOUND_SUFFIXES})
+        tracks = len({each.path for each in parts}) - own
+        seconds = sum(each.length_s for each in parts)
+        said += f"\nsounds: {own} files, {tracks} tracks of clips; {len(parts)} parts of {seconds:.1f} s in all"
     folders = Counter(Path(each.path).parent.name for each in samples)
     images = Counter(Path(path).parent.name for path in by_path)
     if len(folders) > 1:

@@ -32,7 +32,7 @@ import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.files import Looked
-from .containers import CONTAINER_SUFFIXES, find_kind
+from .containers import CONTAINER_SUFFIXES, find_kind, open_container
 from .image import (
     MAX_PIXELS,
     ImageRequest,
@@ -63,7 +63,6 @@ _HDR_TRANSFERS = (16, 18)  # FFmpeg's AVCOL_TRC of PQ and HLG
 _SWS_MATRICES = {1: 1, 4: 4, 7: 7, 9: 9}  # FFmpeg's AVCOL_SPC -> swscale's: BT.709, FCC, SMPTE 240M, BT.2020
 _SWS_DEFAULT = 5  # BT.601, also for files that name none
 _LIMITED_RANGE, _FULL_RANGE = 1, 2  # AVCOL_RANGE
-_NO_OTHER_FILES = {"protocol_whitelist": "none", "enable_drefs": "0"}  # "none" is no protocol's name
 _WITHOUT_TIMES = ("avi", "mpeg")  # FFmpeg's names of containers
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave the transparency out
 
@@ -111,7 +110,7 @@ def probe_clip(path: Path, *, is_decoded: bool = True) -> ClipInfo:
             frames of animations and videos are not counted.
     Raises: ValueError naming the file and what is wrong with it; RuntimeError without PyAV.
     """
-    with _naming(path):
+    with naming(path):
         if path.is_dir():
             return _probe_sequence(path, is_decoded)
         if path.suffix.lower() in animation_suffixes():
@@ -138,7 +137,7 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
         return read_pixels(request)[:, None]
     path, wanted = Path(request.path), sorted(set(request.frames))
     pixels = np.empty((len(wanted), *request.crop[2:], 3), dtype=np.uint8)
-    with _naming(path):
+    with naming(path):
         found = 0
         for found, image in enumerate(_images(path, wanted), 1):
             pixels[found - 1] = cut_out(image, request)
@@ -155,7 +154,7 @@ def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
         most: pixels that may be decoded; left out, as many as an image may have.
     Raises: ValueError naming the file if it cannot be read; RuntimeError without PyAV.
     """
-    with _naming(path):
+    with naming(path):
         if path.suffix.lower() in CONTAINER_SUFFIXES and not path.is_dir():
             with _opened(path, most) as (container, stream):
                 image = _to_image(_first_frame(container, stream), stream.sample_aspect_ratio)
@@ -198,7 +197,7 @@ def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path, what: str = "a clip") -> Iterator[None]:
     """Say which file it was, and what would help."""
     try:
         yield
@@ -207,7 +206,7 @@ def _naming(path: Path) -> Iterator[None]:
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ValueError(
-            f"{path}: cannot be read as a clip ({reason}); repair it or take it out of the dataset"
+            f"{path}: cannot be read as {what} ({reason}); repair it or take it out of the dataset"
         ) from error
 
 
@@ -278,34 +277,19 @@ def _animation_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
 
 @contextmanager
 def _opened(path: Path, most: int = 0) -> Iterator[tuple[Any, Any]]:
-    """The file's container and its video stream.
-
-    The first bytes tell the format, and FFmpeg is given an open file, so that neither a name nor a playlist in
-    disguise makes it open anything else. Tracks that lie in other files, which MOV knows, are not opened.
-    """
-    try:
-        import av
-    except ImportError as error:
-        raise RuntimeError(f"reading {path} needs PyAV, which ComfyUI brings along; pip install av") from error
-
-    with open(path, "rb") as file:
-        kind = find_kind(file)
-        file.seek(0)
-        try:
-            with av.open(file, format=kind, container_options=_NO_OTHER_FILES) as container:
-                stream: Any = container.streams.best("video")
-                if stream is None:
-                    raise ValueError("there is no video in it")
-                if stream.codec_context is None:
-                    raise ValueError("there is no decoder for its codec; save it as H.264 or VP9")
-                size = (stream.codec_context.width, stream.codec_context.height)
-                refuse_too_large(*size, most)
-                stream.thread_type = "AUTO"
-                stream.codec_context.options = {"max_pixels": str(most or MAX_PIXELS)}  # also of frames that come later
-                with among_open(_FRAMES_AT_ONCE * size[0] * size[1]):
-                    yield container, stream
-        except av.error.FFmpegError as error:  # some are neither ValueError nor OSError
-            raise ValueError(error.strerror or str(error)) from error
+    """The file's container and its video stream."""
+    with open_container(path) as container:
+        stream: Any = container.streams.best("video")
+        if stream is None:
+            raise ValueError("there is no video in it")
+        if stream.codec_context is None:
+            raise ValueError("there is no decoder for its codec; save it as H.264 or VP9")
+        size = (stream.codec_context.width, stream.codec_context.height)
+        refuse_too_large(*size, most)
+        stream.thread_type = "AUTO"
+        stream.codec_context.options = {"max_pixels": str(most or MAX_PIXELS)}  # also of frames that come later
+        with among_open(_FRAMES_AT_ONCE * size[0] * size[1]):
+            yield container, stream
 
 
 def _read_track(path: Path) -> tuple[list[int], ClipInfo]:

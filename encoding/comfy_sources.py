@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
-from ..data.image import ImageRequest
+from ..data.image import ImageRequest, SoundRequest
 from ..data.samples import Condition, Wanted
+from ..data.sounds import read_sound
 from ..data.video import read_frames
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import COND, NOISE_MASK, OPTION, POOLED
+from ..families.comfy.inputs import COND, MORE_SAMPLES, NOISE_MASK, OPTION, POOLED, SAMPLES
 from .comfy_data import read_conditioning, read_samples, read_tokens
 from .key import comfy_latent_key, comfy_text_key, comfy_token_key, condition_key
 from .sources import Entry, LatentSource, Shapes, Source, TextSource, fingerprints_of, shapes_of
 
 Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
+_MOST_SPARE_CELLS = 4  # of a clip's sound, which is padded to what its VAE encodes at once
 LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so many video frames
 
 
@@ -92,21 +94,32 @@ class ComfyTokens(ComfyTexts):
 
 @dataclass(frozen=True)
 class ComfyLatents(LatentSource):
-    """What ComfyUI's VAE makes. Arguments as for ComfyTexts."""
+    """What ComfyUI's VAE makes of images, clips or sounds, and another of the sound of clips. As for ComfyTexts.
+
+    Args:
+        audio_fingerprint: "" where clips have no sound. sound: sides of that, as of ComfyInputs.
+    """
 
     fingerprint: str
     problem: LatentsProblem
-    vae: Any = None  # HostVae
+    vae: Any = None  # HostVae, as is audio_vae
+    audio_fingerprint: str = ""
+    audio_vae: Any = None
+    sound: tuple[int, ...] = ()
 
     name = "the stock VAE"
     device = "cpu"
 
-    def _key(self, request: ImageRequest, image_fingerprint: str) -> str:
-        return comfy_latent_key(image_fingerprint, request, self.fingerprint)
+    def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
+        has_both = request.sound is not None and not request.is_sound
+        beside = (content[request.paths[-1]], self.audio_fingerprint) if has_both else ()
+        return comfy_latent_key(content[request.path], request, self.fingerprint, beside)
 
     def plan(self, missing: Sequence[ImageRequest]) -> None:
         if self.vae is None:
             raise ValueError(_not_here(len(missing), "images", self.fingerprint, "latent_source"))
+        if self.audio_vae is None and any(each.sound and not each.is_sound for each in missing):
+            raise ValueError(_not_here(len(missing), "clips with sound", self.audio_fingerprint, "audio_source"))
         clips = [request.path for request in missing if len(request.frames) > 1]
         if clips and not self.vae.takes_clips:
             raise ValueError(
@@ -114,18 +127,47 @@ class ComfyLatents(LatentSource):
                 f"{clips[0]}; connect the VAE that belongs to the model, or leave stock_vae unconnected"
             )
 
-    def _encode(self, pixels: torch.Tensor, path: str) -> Entry:
+    def read(self, item: ImageRequest) -> Any:
+        """Its path, pixels, and sound with its rate, in the place of what it has not None; and the request."""
+        is_track = item.sound is not None and item.sound.path == item.path and not item.is_sound
+        heard = item.sound and read_sound(item.sound, is_track=is_track, is_alone=item.is_sound)
+        return item.path, None if item.is_sound else read_frames(item), heard, item
+
+    def encode_batch(self, given: Sequence[Any]) -> Sequence[Entry]:
         assert self.vae is not None
-        entries = read_samples(self.vae.encode(host_pixels(pixels)), path)
-        if len(entries) != 1:
-            raise ValueError(f"the stock VAE does not fit: of {path}, it made {len(entries)} samples, not one")
-        if reason := self.problem(shapes_of(entries[0]), pixels.shape[1]):
-            raise ValueError(f"the stock VAE does not fit: of {path}, {reason}")
-        return entries[0]
+        entries = []
+        for path, pixels, heard, request in given:
+            try:
+                made = self.vae.encode_sound(*heard) if pixels is None else self.vae.encode(host_pixels(pixels))
+                (entry, *others) = read_samples(made, path)
+                if others:
+                    raise ValueError(f"it made {1 + len(others)} samples, not one")
+                if request.is_sound and entry[SAMPLES].shape[-1] != request.sound.cells:
+                    raise ValueError(f"it made {entry[SAMPLES].shape[-1]} columns in place of {request.sound.cells}")
+                if heard and not request.is_sound:
+                    entry[f"{MORE_SAMPLES}1"] = self._beside(heard, request.sound, path)
+                if reason := self.problem(shapes_of(entry), 0 if pixels is None else pixels.shape[1]):
+                    raise ValueError(reason)
+            except ValueError as error:
+                raise ValueError(f"the stock VAE does not fit: of {path}, {error}") from error
+            entries.append(entry)
+        return entries
+
+    def _beside(self, heard: tuple[torch.Tensor, int], request: SoundRequest, path: str) -> torch.Tensor:
+        """As much of a clip's sound as sampling would make beside it."""
+        (made,) = read_samples(self.audio_vae.encode_sound(*heard, is_padded=True), path)
+        axis = self.sound.index(0)
+        found = made[SAMPLES].shape[axis] if made[SAMPLES].ndim == len(self.sound) else 0
+        if not request.cells <= found <= request.cells + _MOST_SPARE_CELLS:
+            raise ValueError(
+                f"the VAE of its sound made {found} columns of {request.length_s:.2f} s, and the model takes "
+                f"{request.cells}; name the model's own with cache.stock_audio_vae"
+            )
+        return made[SAMPLES].narrow(axis, 0, request.cells).clone()
 
     def close(self) -> None:
-        if self.vae is not None:
-            self.vae.release()
+        for each in filter(None, (self.vae, self.audio_vae)):
+            each.release()
 
 
 @dataclass(frozen=True)

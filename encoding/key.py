@@ -31,6 +31,7 @@ TEXT_VERSION = 1
 IMAGE_VERSION = 1
 CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
 COMFY_VERSION = 1  # how ComfyUI's own encoders are called, and how their weights are hashed
+SOUND_VERSION = 1  # of how sound is decoded and cut
 CONDITION_VERSION = 1  # how ComfyUI's conditioning nodes are called on files
 ROUNDING_VERSION = 2  # of text encoders in 8 bits
 
@@ -104,7 +105,9 @@ def latent_key(image_fingerprint: str, request: ImageRequest, settings: LatentSe
 
 
 def _request_facts(image_fingerprint: str, request: ImageRequest) -> dict[str, Any]:
-    clip = {"frames": request.frames, "clip_version": CLIP_VERSION} if request.frames else {}
+    clip: dict[str, Any] = {"frames": request.frames, "clip_version": CLIP_VERSION} if request.frames else {}
+    if request.sound:
+        clip |= {"part": [request.sound.start_s, request.sound.length_s, request.sound.cells], "sound": SOUND_VERSION}
     return {"image": image_fingerprint, "resize": request.resize, "crop": request.crop, **clip}
 
 
@@ -130,14 +133,21 @@ def _prompt_facts(name: str, text: str, weighs: bool) -> dict[str, Any]:
     return {name: text, **({"literal": True} if not weighs and _PROMPT_SYNTAX.search(text) else {})}
 
 
-def comfy_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:
-    """Key of what ComfyUI's VAE makes of one image or clip; the model's family has no say in it."""
+def comfy_latent_key(
+    image_fingerprint: str, request: ImageRequest, fingerprint: str, beside: Sequence[str] = ()
+) -> str:
+    """Key of what ComfyUI's VAE makes of one image or clip; the model's family has no say in it.
+
+    Args:
+        beside: of a clip with sound, the sound's content, and the VAE that encodes it.
+    """
     return settings_fingerprint(
         {
             "what": "stock latents",
             "version": (COMFY_VERSION, IMAGE_VERSION),
             **_request_facts(image_fingerprint, request),
             "vae": fingerprint,
+            **({"beside": beside} if beside else {}),
         }
     )
 

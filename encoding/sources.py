@@ -95,10 +95,11 @@ class LatentSource(Source[ImageRequest]):
 
     def keys_of(self, items: Iterable[ImageRequest]) -> dict[ImageRequest, str]:
         items = list(dict.fromkeys(items))
-        content = fingerprints_of(request.path for request in items)
-        return {request: self._key(request, content[request.path]) for request in items}
+        content = fingerprints_of(path for request in items for path in request.paths)
+        return {request: self._key(request, content) for request in items}
 
-    def _key(self, request: ImageRequest, image_fingerprint: str) -> str:
+    def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
+        """content: hashes of the request's files."""
         raise NotImplementedError
 
     def read(self, item: ImageRequest) -> tuple[str, torch.Tensor]:
@@ -220,8 +221,8 @@ class FolderLatents(LatentSource):
             self.variant.condition if self.variant.encodes_condition else "none",
         )
 
-    def _key(self, request: ImageRequest, image_fingerprint: str) -> str:
-        return latent_key(image_fingerprint, request, self._settings)
+    def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
+        return latent_key(content[request.path], request, self._settings)
 
     def load(self) -> None:
         self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)

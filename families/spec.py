@@ -58,6 +58,7 @@ class LatentSpec:
     frame_lengths: tuple[int, ...] = (1,)  # of clips if the user names none, in video frames
     # Of audio, which has no picture's sides: the height of its latents, whose width is time; 0 for pictures and videos.
     audio_rows: int = 0
+    sound_rate: float = 0.0  # columns of latents per second of sound, beside a video or alone; 0 for models without
 
     @property
     def is_video(self) -> bool:

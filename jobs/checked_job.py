@@ -63,8 +63,8 @@ class JobPlan:
     @property
     def resolution(self) -> int:
         """Of the largest images, in pixels along a square's side."""
-        if self.encoded:
-            return resolution_of(self.encoded, self.family.latent_of(self.variant))
+        if self.encoded or any(each.image_request().is_sound for each in self.samples):
+            return resolution_of(self.training_samples, self.family.latent_of(self.variant))
         return self.job.data.largest_resolution
 
 

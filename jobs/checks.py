@@ -326,6 +326,7 @@ _IMAGES: tuple[str, ...] = (
     "frames",
     "fps",
     "window",
+    "seconds",
     "trigger_word",
     "caption_lines",
 )

@@ -14,7 +14,7 @@ from typing import Any
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
-from ..data.samples import EncodedSample, Wanted
+from ..data.samples import EncodedSample, Sample, TrainingSample, Wanted
 from ..encoding.comfy_data import EncodedPair, load_encoded
 from ..encoding.comfy_sources import ComfyConditions, ComfyTexts, ComfyTokens
 from ..encoding.sources import Shapes
@@ -41,6 +41,7 @@ class ComfyEncoders:
     clip: Any = None
     vae: Any = None
     conditioner: Any = None  # has both, and what sees
+    audio_vae: Any = None
 
 
 NO_ENCODERS = ComfyEncoders()
@@ -197,15 +198,17 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     )
 
 
-def refuse_batches_with_sound(samples: Sequence[EncodedSample], batch_size: int) -> None:
-    """LTX-2 gates what goes between a video and its sound by the largest noise level of a batch.
+def refuse_batches_with_sound(samples: Sequence[TrainingSample], batch_size: int) -> None:
+    """LTX-2 gates what goes between a video and its sound by the largest noise level of a batch; songs of folders have
+    lyrics of any length.
 
-    Raises: ValueError for batches of several samples with sound, whose noise levels differ in training.
+    Raises: ValueError for batches of several samples with sound.
     """
     if batch_size > 1 and any(sample.has_sound for sample in samples):
         raise ValueError(
             "train.batch_size is above 1, but this model mixes the noise levels of a batch where a LATENT has sound, "
-            "or its CONDITIONING a ref_audio; set batch_size 1 (gradient_accumulation_steps does the same)"
+            "or its CONDITIONING a ref_audio, and songs have lyrics of any length; set batch_size 1 "
+            "(gradient_accumulation_steps does the same)"
         )
 
 
@@ -220,7 +223,8 @@ def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
         )
 
 
-def resolution_of(samples: Sequence[EncodedSample], latent: LatentSpec) -> int:
-    """Side in pixels of a square as large as the largest sample; of audio, whose stride is 1, in latent cells."""
-    cells = max(sample.bucket[-3] * sample.bucket[-2] for sample in samples)
+def resolution_of(samples: Sequence[TrainingSample], latent: LatentSpec) -> int:
+    """Side in pixels of a square as large as the largest encoded sample or sound; of the latter, whose stride is 1, in
+    latent cells."""
+    cells = max(math.prod(each.bucket if isinstance(each, Sample) else each.bucket[-3:-1]) for each in samples)
     return round(math.sqrt(cells) * latent.spatial_stride)

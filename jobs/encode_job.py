@@ -240,7 +240,10 @@ def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Late
     settings = plan.job.cache
     if settings.latent_source:
         refuse_other(settings.latent_source, encoders.vae, "latent_source")
-        return ComfyLatents(settings.latent_source, comfy_reader(plan).latents_problem, encoders.vae)
+        refuse_other(settings.audio_source, encoders.audio_vae, "audio_source")
+        reader = comfy_reader(plan)
+        of_sound = settings.audio_source, encoders.audio_vae, reader.comfy.sound
+        return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae, *of_sound)
     _refuse_unnamed(settings.has_stock_latents)
     device = find_device(settings.vae_device) if settings.vae_device else plan.placement.main_device
     return FolderLatents(plan.family, plan.variant, vae_path(plan), device, getattr(torch, settings.dtype))
@@ -259,7 +262,8 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
         made = _condition_source(plan).keys_of(wanted) if wanted else {}
         return {key: f"condition of {condition.paths[0]}" for (_, condition), key in made.items()}
     images = _latent_source(plan).keys_of(each.image_request() for each in (*plan.samples, *plan.eval_samples))
-    return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
+    kinds = {each: "sound" if each.is_sound else "clip" if each.frames else "image" for each in images}
+    return {key: f"{kinds[request]} {request.path}" for request, key in images.items()}
 
 
 def _captions(plan: JobPlan) -> list[str]:

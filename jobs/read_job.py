@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from ..encoding.key import comfy_text_key
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.comfy.text_sizes import CLIP_PARTS
-from ..families.spec import Variant
+from ..families.spec import LatentSpec, Variant
 from ..planning.dry_run import SampleText
 from ..planning.question import make_square
 from ..training.adapter import find_targets
@@ -102,27 +102,35 @@ class ReadJob:
         largest = max(sizes, key=lambda keys: sizes[keys], default=())
         entries = [store.get(key) for key in largest] if sizes.get(largest) else [None]
         found = [each for each in entries if each is not None]
-        if len(found) < len(entries):
-            return None
-        tensors = {name: each for entry in found for name, each in entry.items()}
+        is_known = len(found) == len(entries)
+        tensors = {name: each for entry in found for name, each in entry.items()} if is_known else {}
         # what guides say goes by the sides of the sample's own latents; their frames are among the latents'
         tensors = {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
         masked = next((each.latents_key for each in self.encoded if each.has_mask), "")  # which takes more memory
-        entry = (store.get(masked) if masked else None) or {}
+        entry = (store.get(masked) if masked and is_known else None) or {}
         tensors |= {name: each for name, each in entry.items() if name == NOISE_MASK}
-        if sound := max((each.sound for each in self.encoded), key=math.prod, default=()):
+        if sound := self._longest_sound():
             tensors[f"{STREAM}1"] = torch.empty(0, *sound)
-        return SampleText(tensors)
+        return SampleText(tensors) if tensors else None
+
+    def _longest_sound(self) -> tuple[int, ...]:
+        """Shape of the longest beside a video; () without."""
+        found = [each.sound for each in self.encoded]
+        comfy = self.info.family.comfy
+        for each in self.samples:
+            if each.sound and each.frames and comfy:
+                found.append(tuple(side or each.sound.cells for side in comfy.sound))
+        return max(found, key=math.prod, default=())
 
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""
+        latent = self.info.family.latent_of(self.variant)
+        if latent.audio_rows:
+            side = resolution_of(self.encoded or self.samples, latent)
+            return side, side, 1
         if not self.encoded:
             return max(((*sample.bucket, sample.num_frames) for sample in self.samples), key=math.prod)
-        latent = self.info.family.latent_of(self.variant)
         frames = max(sample.num_frames for sample in self.encoded)
-        if latent.audio_rows:
-            side = resolution_of(self.encoded, latent)
-            return side, side, frames
         *_, rows, columns, _ = max((sample.bucket for sample in self.encoded), key=lambda each: each[-3] * each[-2])
         return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
 
@@ -152,14 +160,8 @@ def read_job(
     if job.lora.kind != "lora":
         check_lycoris_layout(info.family, targets, job.output.lora_layout, job.lora.kind)
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
-    latent = info.family.latent_of(variant)
+    latent = _with_sound(job, info, variant, has_data)
     _refuse_condition(job, info, variant)
-    if latent.audio_rows and not (has_data and job.data.encoded):
-        raise ValueError(
-            f"{info.family.title} is trained on latents of audio, and no files of audio are read; build the dataset "
-            "with Dataset from Latents and Conditioning, of VAE Encode Audio and the model's text encode node "
-            "(data.encoded)"
-        )
     if info.family.native is not None and info.family.native.takes_one and job.train.batch_size > 1:
         raise ValueError(
             f"train.batch_size is {job.train.batch_size}, but {info.family.title} computes one sample at a time; set "
@@ -178,10 +180,33 @@ def read_job(
         refuse_batches_with_sound(encoded, job.train.batch_size)
     else:
         samples = scan_folders(job.data, latent, should_stop, others=others)
+        refuse_batches_with_sound(samples, job.train.batch_size)
     evaluated: Sequence[Sample] = ()
     if job.evaluation.folder:
         evaluated = as_evaluated(scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others))
     return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
+
+
+def _with_sound(job: JobConfig, info: CheckpointInfo, variant: Variant, has_data: bool) -> LatentSpec:
+    """The model's latents, of clips with sound only if the job names who encodes that.
+
+    Raises: ValueError for sound that the model does not take, or that a plan without data would need.
+    """
+    latent = info.family.latent_of(variant)
+    if latent.audio_rows and not has_data:
+        raise ValueError(
+            f"{info.family.title} is trained on sound, whose files alone say how long it is; plan it with its dataset"
+        )
+    if job.cache.has_sound and not (latent.is_video and latent.sound_rate):
+        remedy = "name its VAE with cache.stock_vae" if latent.audio_rows else "remove it"
+        raise ValueError(
+            f"cache.stock_audio_vae encodes sound beside clips, which {info.family.title} does not take; {remedy}"
+        )
+    if job.cache.has_sound and job.objective.masked_prior:
+        raise ValueError("objective.masked_prior weighs pictures, and beside sound nobody has compared it; remove it")
+    if latent.is_video and not job.cache.has_sound:
+        return replace(latent, sound_rate=0.0)
+    return latent
 
 
 def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) -> None:

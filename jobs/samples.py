@@ -77,6 +77,8 @@ def check_samples(plan: JobPlan) -> Path:
             f"samples.prompts: {plan.family.title} is given {reason} beside a prompt, which sample pictures "
             "have not; remove them"
         )
+    if plan.family.latent_of(plan.variant).audio_rows:
+        raise ValueError(f"samples.prompts draw pictures, and {plan.family.title} makes sound; remove them")
     _drawing(plan)
     size = size_of_pictures(plan.job, plan.family, plan.variant, _longest(plan))
     if not features.check("webp") and (size[2] if size else _longest(plan)) > 1:

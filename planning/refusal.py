@@ -19,6 +19,7 @@ from .search import Found, Terms, each_card, find_cut, fit
 _CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
 _RESOLUTIONS = tuple(range(8192, 255, -64))
 _RANKS = (64, 32, 16, 8, 4)
+_SECONDS = (480, 240, 120, 60, 30, 15)
 _MOST_CHANGES = 3
 
 
@@ -157,15 +158,20 @@ def _choices(question: Question) -> Iterator[_Change]:
 
 
 def _sizes(question: Question) -> list[list[_Change]]:
-    """Smaller resolutions, shorter clips and lower ranks, the largest first."""
+    """Smaller resolutions, shorter clips or sounds, and lower ranks, the largest first."""
     space, variant, now = question.space, question.model.variant, question.space.resolution
     latent, sides = question.model.family.latent_of(variant), [n for n in _RESOLUTIONS if n < now]
     buckets = {n: tuple(max(64, side * n // now // 64 * 64) for side in question.bucket) for n in sides}
     shortest = 1 if variant.condition == "none" else 2
     lengths = [n for n in range(question.frames - 1, shortest - 1, -1) if latent.is_length(n)]
     ranks = [rank for rank in _RANKS if rank < space.lora.rank]
+    smaller = [_Change(f"data.resolutions = [{n}]", {"resolution": n}, {"bucket": each}) for n, each in buckets.items()]
+    if rows := latent.audio_rows:
+        squares = {n: round(math.sqrt(n * latent.sound_rate * rows)) for n in _SECONDS}
+        now = question.bucket[0]
+        smaller = [_Change(f"data.seconds = {n}", others={"bucket": (k, k)}) for n, k in squares.items() if k < now]
     return [
-        [_Change(f"data.resolutions = [{n}]", {"resolution": n}, {"bucket": each}) for n, each in buckets.items()],
+        smaller,
         [_Change(f"data.frames = [{each}]", others={"frames": each}) for each in lengths],
         [_Change(f"lora.rank = {rank}", {"lora": replace(space.lora, rank=rank)}) for rank in ranks],
     ]

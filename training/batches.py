@@ -126,6 +126,7 @@ class CachedSamples:
         """
         stored = [self._entry(self.samples[i].latents_key) for i in indices]
         entries = [self.add_silence(entry) for entry in stored]
+        is_silent = all(len(entry) > len(own) for entry, own in zip(entries, stored, strict=True))
         latents = _stacked([self.read_latents(entry) for entry in entries])
         names = [name for name in entries[0] if name not in (_LATENTS, NOISE_MASK) and not is_samples(name)]
         conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
@@ -138,13 +139,16 @@ class CachedSamples:
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask, outside, samples = None, None, [self.samples[i] for i in indices]
         if self.use_masks and any(sample.mask_path for sample in samples):
-            height, width = latents.shape[-2:]
+            shapes = stream_shapes(conditions)
+            height, width = (shapes[0] if shapes else latents.shape)[-2:]
             masks = [
                 load_mask(each, (height, width)) if isinstance(each, Sample) and each.mask_path else None
                 for each in samples
             ]
             mask = torch.stack([torch.ones(1, 1, height, width) if each is None else each for each in masks])
             outside = 1 - mask
+            if shapes:
+                mask, outside = _packed(mask, shapes, 1.0 - is_silent), _packed(outside, shapes, 0.0)
         if self.gives_first_latents:
             conditions["first_latents"] = latents[:, :, :1]
             learned = torch.ones(latents.shape[0], 1, *latents.shape[2:])
@@ -155,8 +159,7 @@ class CachedSamples:
             mask, outside = denoised * (1 if mask is None else mask), _times(outside, denoised)
         factors = [sample.loss_weight for sample in samples]
         of_samples = None if all(each == 1 for each in factors) else torch.tensor(factors)
-        is_silent = all(len(entry) > len(own) for entry, own in zip(entries, stored, strict=True))
-        weights = loss_weights(of_samples, conditions, is_silent=is_silent)
+        weights = loss_weights(of_samples, conditions, mask, is_silent=is_silent)
         return LoadedBatch(latents, text, mask, num_tokens, conditions, weights, outside)
 
     def read_ahead(self, batch: Batch) -> None:
@@ -196,7 +199,11 @@ def _texts_of(sample: TrainingSample) -> tuple[tuple[str, ...], ...]:
 
 
 def loss_weights(
-    of_samples: torch.Tensor | None, given: Mapping[str, torch.Tensor], *, is_silent: bool = False
+    of_samples: torch.Tensor | None,
+    given: Mapping[str, torch.Tensor],
+    mask: torch.Tensor | None = None,
+    *,
+    is_silent: bool = False,
 ) -> torch.Tensor | None:
     """Weights of a batch's losses, of those of its samples, [B], or None; given: how packed latents are taken apart.
 
@@ -204,15 +211,27 @@ def loss_weights(
     values a video would leave its sound a few hundredths.
 
     Args:
+        mask: of packed latents, by which each stream's mean is weighted. [B, 1, 1, 1, N]
         is_silent: whether the samples have no sound of their own, so that the first stream alone counts.
     """
     sizes = [math.prod(shape) for shape in stream_shapes(given)]
     if not sizes:
         return of_samples
     counted = [1.0, *([0.0 if is_silent else 1.0] * (len(sizes) - 1))]
-    each = [torch.full((size,), sum(sizes) / size * count) for size, count in zip(sizes, counted, strict=True)]
+    parts = [float(size) for size in sizes]
+    if mask is not None:
+        parts = [float(each.sum()) for each in mask.flatten(1).double().split(sizes, dim=1)]
+    shares = [sum(parts) / part * count if part else 0.0 for part, count in zip(parts, counted, strict=True)]
+    each = [torch.full((size,), share) for size, share in zip(sizes, shares, strict=True)]
     factors = torch.cat(each).view(1, 1, 1, 1, -1)
     return factors if of_samples is None else of_samples.view(-1, 1, 1, 1, 1) * factors
+
+
+def _packed(mask: torch.Tensor, shapes: Sequence[tuple[int, ...]], others: float) -> torch.Tensor:
+    """A mask of the first stream, [B, 1, 1, H, W], for latents packed of several. [B, 1, 1, 1, N]"""
+    first = mask.expand(len(mask), *shapes[0]).flatten(1)
+    rest = torch.full((len(mask), sum(map(math.prod, shapes[1:]))), others)
+    return torch.cat([first, rest], dim=1).view(len(mask), 1, 1, 1, -1)
 
 
 def _noise_masks(

@@ -7,6 +7,7 @@ done when they are read, so one entry serves every model, and is bit for bit wha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -54,6 +55,7 @@ MASK_WITH_SOUND = (
 )
 
 Shape = tuple[int, ...]
+_SONG = "\x1e"  # behind a song's tags, in front of what else its text encode node is given; no prompt has it
 
 
 def option_path(name: str) -> tuple[str, ...]:
@@ -62,6 +64,17 @@ def option_path(name: str) -> tuple[str, ...]:
         if name.startswith(prefix):
             return tuple(name.removeprefix(prefix).split("."))
     return ()
+
+
+def song_text(tags: str, said: Mapping[str, str | float]) -> str:
+    """The caption of a song as one text, with what ComfyUI's text encode node of its model takes beside the tags."""
+    return f"{tags.replace(_SONG, ' ')}{_SONG}{json.dumps(said, sort_keys=True)}"
+
+
+def read_song(text: str) -> tuple[str, dict[str, Any]]:
+    """The tags of such a text, or of a plain one, and what is said beside them."""
+    tags, _, said = text.partition(_SONG)
+    return tags, json.loads(said) if said else {}
 
 
 def negative_prompt() -> dict[str, torch.Tensor]:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
+from ...families.comfy.inputs import read_song
+from ...parallel.devices import own_random_states
 from .compiler import outside
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 AS_LOADED = "connect it as it comes from its loader"
+_OF_SONGS = ("AceT5Tokenizer", "ACE15Tokenizer")  # whose nodes give lyrics beside tags
 _IN_NO_TEXT = "\ud800"  # half of a character, which no UTF-8 holds
 _PLAIN = (str, bool, int, float, type(None))
 # Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD leave out;
@@ -36,6 +39,7 @@ _ENCODER_SETTINGS = (
 _VISION_SETTINGS = (
     *("image_size", "image_mean", "image_std", "model_type", "config", "return_all_hidden_states", "dtype"),
 )
+_STEREO = 2
 _VAE_SETTINGS = (
     *("vae_dtype", "latent_channels", "latent_dim", "output_channels"),
     *("pad_channel_value", "crop_input", "not_video"),
@@ -121,11 +125,14 @@ class HostClip(_Encoder):
 
         # As ComfyUI runs its nodes; it forgets recordings behind a node only.
         with torch.inference_mode(), outside(about="this CLIP"):
-            return self.asked.encode_from_tokens_scheduled(self.asked.tokenize(text))
+            return self.asked.encode_from_tokens_scheduled(self.tokens(text))
 
     def tokens(self, text: str) -> Any:
         """What its tokenizer makes of a text: parts of (token, weight), by text encoder."""
-        return self.asked.tokenize(text)
+        if type(self.stock.tokenizer).__name__ not in _OF_SONGS:
+            return self.asked.tokenize(text)
+        tags, said = read_song(text)
+        return self.asked.tokenize(tags, **said, generate_audio_codes=False)
 
 
 class HostVae(_Encoder):
@@ -147,6 +154,32 @@ class HostVae(_Encoder):
 
         with torch.inference_mode(), outside(about="this VAE"):
             return self.stock.encode(pixels)
+
+    def encode_sound(self, waveform: torch.Tensor, rate: int, *, is_padded: bool = False) -> torch.Tensor:
+        """[channels, samples] at its rate -> the samples of a LATENT, as VAE Encode Audio gives them.
+
+        Args:
+            is_padded: whether silence is put behind what the VAE would crop away on both sides.
+        Raises: ValueError for a VAE of pictures.
+        """
+        import torch
+        import torchaudio
+        from comfy_extras.nodes_audio import VAEEncodeAudio
+
+        if self.stock.output_channels != _STEREO:
+            raise ValueError(f"it is a VAE of {self.stock.output_channels} channels, and those of sound have {_STEREO}")
+        own = int(getattr(self.stock, "audio_sample_rate", rate))
+        # VAEs of music draw their latents; so a part has the same ones in every run.
+        drawn = own_random_states([self.stock.device], 0)
+        with torch.inference_mode(), outside(about="this VAE"), drawn:
+            if is_padded:
+                waveform = torchaudio.functional.resample(waveform, rate, own) if rate != own else waveform
+                waveform = torch.nn.functional.pad(waveform, (0, -waveform.shape[-1] % int(self.stock.downscale_ratio)))
+                rate = own
+            (latent,) = VAEEncodeAudio.execute(
+                vae=self.stock, audio={"waveform": waveform[None], "sample_rate": rate}
+            ).args
+            return latent["samples"]
 
 
 class HostVision(_Encoder):

@@ -53,7 +53,8 @@ def with_files(job: JobConfig) -> JobConfig:
     if model.family == COMFYUI and samples.vae:
         samples = replace(samples, vae=str(find_file("samples.vae", samples.vae, ("vae", "checkpoints"))))
     vision = _find_encoder("cache.stock_vision", cache.stock_vision, "clip_vision")
-    cache = replace(cache, stock_clip=clip, stock_vae=vae, stock_vision=vision)
+    audio = _find_encoder("cache.stock_audio_vae", cache.stock_audio_vae, "vae", "checkpoints")
+    cache = replace(cache, stock_clip=clip, stock_vae=vae, stock_audio_vae=audio, stock_vision=vision)
     return replace(job, model=model, cache=cache, samples=samples)
 
 
@@ -77,11 +78,11 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
     )
 
 
-def _find_encoder(key: str, name: str, kind: str) -> str:
+def _find_encoder(key: str, name: str, *kinds: str) -> str:
     """As find_file; "" for none. Raises: ValueError for a file that is cut short, too, and for GGUF."""
     if not name:
         return ""
-    path = find_file(key, name, (kind,))
+    path = find_file(key, name, kinds)
     if path.suffix in _WITH_HEADER:
         read_header(path)
     return str(path)
@@ -117,22 +118,24 @@ def ask_comfyui(path: Path | str, what: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, HostVision | None]:
+def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, HostVae | None, HostVision | None]:
     """Those that the job names by files, loaded into memory. Raises: ValueError for a file that holds none."""
     cache = job.cache
-    clip = vae = vision = None
+    clip = vae = audio_vae = vision = None
     if cache.stock_clip:
         made = load_clip_files(cache.stock_clip, cache.stock_clip_type, job.model.path)
         clip = HostClip(made, weighs=cache.caption_weights)
     if cache.stock_vae:
         vae = HostVae(load_vae(cache.stock_vae))
+    if cache.stock_audio_vae:
+        audio_vae = HostVae(load_vae(cache.stock_audio_vae, of_clips=True))
     if cache.stock_vision:
         import comfy.clip_vision
 
         path = cache.stock_vision
         loaded = ask_comfyui(path, "make a CLIP vision model of", lambda: comfy.clip_vision.load(path))
         vision = HostVision(_there(loaded, "CLIP vision model", path))
-    return clip, vae, vision
+    return clip, vae, audio_vae, vision
 
 
 def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
@@ -168,15 +171,22 @@ def _is_own(files: Sequence[str], model_path: str) -> bool:
     return len(files) == 1 and bool(model_path) and Path(files[0]).resolve() == Path(model_path).resolve()
 
 
-def load_vae(path: str) -> Any:
-    """A VAE of its own file, or of a checkpoint that holds one. Raises: ValueError for a file without."""
+def load_vae(path: str, *, of_clips: bool = False) -> Any:
+    """A VAE of its own file, or of a checkpoint that holds one. Raises: ValueError for a file without.
+
+    Args:
+        of_clips: whether it is that of their sound, which Load LTXV Audio VAE takes out of LTX-2's checkpoint.
+    """
     import comfy.sd
     import comfy.utils
 
-    if path.endswith(_WITH_HEADER) and "vae" in parts_of(Path(path)):
+    if not of_clips and path.endswith(_WITH_HEADER) and "vae" in parts_of(Path(path)):
         found = comfy.sd.load_checkpoint_guess_config(path, output_vae=True, output_clip=False, output_model=False)
         return _there(found[2], "VAE", path)
     weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    if of_clips and any(name.startswith("audio_vae.") for name in weights):
+        names = {"audio_vae.": "autoencoder.", "vocoder.": "vocoder."}
+        weights = comfy.utils.state_dict_prefix_replace(weights, names, filter_keys=True)
     vae = ask_comfyui(path, "make a VAE of", lambda: comfy.sd.VAE(sd=weights, metadata=metadata))
     vae.throw_exception_if_invalid()
     return vae

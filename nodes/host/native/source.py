@@ -40,6 +40,8 @@ _REFUSED = {"ACEStep15": {"audio_codes": _CODES}, "Kandinsky5": {"time_dim_repla
 _OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
 # Sides of the sound beside a video, 0 for its length, which model classes hold as numbers.
 _SOUND = {"LTXAV": (8, 0, 16), "MiniMaxH3": (32, 2, 0)}
+# Columns of latents per second of sound: the samples per second of its VAE over those that a column stands for.
+_SOUND_RATES = {"ACEStep": 44100 / 4096, "ACEStep15": 48000 / 1920, "LTXAV": 16000 / 640, "MiniMaxH3": 32000 / 800}
 # Where models hold how many cells of a latent a token is wide. Those that are packed call by this name how their
 # autoencoder packs, and a token is a cell; a UNet has no name for it, and halves its sides.
 _PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
@@ -204,6 +206,7 @@ def _latent_of(base: Any, row: NativeModel) -> spec.LatentSpec:
             size_multiple=1,
             num_tokens_per_cell=1 / math.prod(sides if isinstance(sides, (tuple, list)) else (sides,)),
             audio_rows=int(config.get("max_height") or 16) if dims == 2 else 1,
+            sound_rate=_SOUND_RATES.get(type(base).__name__, 0.0),
         )
     patch = _patch_of(base.diffusion_model)
     stride = int(form.spacial_downscale_ratio)
@@ -217,6 +220,7 @@ def _latent_of(base: Any, row: NativeModel) -> spec.LatentSpec:
         num_tokens_per_cell=1 / patch**2,
         fps=fps,
         frame_lengths=_CLIPS if fps else (1,),
+        sound_rate=_SOUND_RATES.get(type(base).__name__, 0.0),
     )
     if not row.clip_steps:
         return made

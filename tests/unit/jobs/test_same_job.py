@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from devicebridge.config.job import job_keys, job_to_dict, make_job, shared_settings
+from devicebridge.config.job import STOCK_FILES, job_keys, job_to_dict, make_job, shared_settings
 from devicebridge.data.samples import Condition, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.jobs.comfy_entries import EncodedSample
@@ -37,7 +37,7 @@ def test_machines_may_have_paths_and_devices_of_their_own(tmp_path: Path) -> Non
 
 def test_every_setting_that_a_resumed_run_must_keep_is_compared_unless_it_is_a_machines_own(tmp_path: Path) -> None:
     kept = {key.path for key in job_keys().values() if not (key.is_free or key.is_path) and key.section != "split"}
-    own = {"cache.vae_device", "cache.stock_clip", "cache.stock_vae", "cache.stock_vision", "data.folders"}
+    own = {"cache.vae_device", "data.folders", *STOCK_FILES}
     assert kept - own <= shared_settings(make_tiny_job(tmp_path)).keys()
 
 

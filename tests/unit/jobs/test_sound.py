@@ -1,15 +1,18 @@
 """Latents of audio, and of a video with its sound: read, kept, packed, weighed, and refused where they do not fit."""
 
 import dataclasses
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import LoraSettings
-from devicebridge.data.samples import EncodedSample
+from devicebridge.data.image import SoundRequest
+from devicebridge.data.samples import EncodedSample, Sample
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samples, save_encoded
 from devicebridge.encoding.store import CacheStore
@@ -17,9 +20,11 @@ from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_t
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
 from devicebridge.jobs.comfy_entries import read_encoded_samples, refuse_batches_with_sound, resolution_of
+from devicebridge.planning import refusal
 from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, with_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
+from PIL import Image
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,13 +236,58 @@ class _Host:
         return model(noisy[..., None])[..., 0]
 
 
-def _longest_text(encoded: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+def _longest_text(
+    encoded: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, samples: Any = (), comfy: Any = None
+) -> dict[str, torch.Tensor]:
     """Of a job of ComfyUI's own model with these samples and this cache."""
     monkeypatch.setattr(read_job, "cache_store", lambda job: CacheStore(folder))
     job: Any = SimpleNamespace(lora=SimpleNamespace(text_encoder=False), cache=SimpleNamespace(text_source=""))
-    info: Any = SimpleNamespace(family=SimpleNamespace(host=object()))
+    info: Any = SimpleNamespace(family=SimpleNamespace(host=object(), comfy=comfy))
     nothing: Any = None
-    return read_job.ReadJob(job, info, nothing, nothing, (), (), encoded)._longest_text().tensors
+    return read_job.ReadJob(job, info, nothing, nothing, (), samples, encoded)._longest_text().tensors
+
+
+def test_a_plan_has_the_longest_sound_of_clips_before_anything_is_encoded(tmp_path, monkeypatch):
+    sides = (2, 3)
+    plain = Sample("a.mp4", "", None, sides, (0, 0, *sides), sides, (0, 1))
+    clips = [dataclasses.replace(plain, sound=SoundRequest("a.wav", 0.0, 1.0, cells)) for cells in (7, 9)]
+    found = _longest_text((), tmp_path, monkeypatch, (plain, *clips), LTX.comfy)
+    assert {name: tensor.shape for name, tensor in found.items()} == {"stream.1": (0, 8, 9, 16)}
+    refuse_batches_with_sound([plain], 2)
+    with pytest.raises(ValueError, match="batch_size"):
+        refuse_batches_with_sound(clips, 2)
+
+
+def test_shorter_sounds_are_advised_where_memory_lacks():
+    latent = LatentSpec(8, 1, size_multiple=1, audio_rows=16, sound_rate=10)
+    family = SimpleNamespace(latent_of=lambda variant: latent)
+    model = SimpleNamespace(variant=SimpleNamespace(condition="none"), family=family)
+    space = SimpleNamespace(resolution=512, lora=SimpleNamespace(rank=2))
+    question: Any = SimpleNamespace(space=space, model=model, bucket=(140, 140), frames=1)  # 122.5 s
+    changes = {change.text: change.others["bucket"] for change in refusal._sizes(question)[0]}
+    assert changes == {f"data.seconds = {n}": (round((160 * n) ** 0.5),) * 2 for n in (120, 60, 30, 15)}
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_mask_beside_sound_weighs_the_picture_alone(is_silent: bool, tmp_path: Path) -> None:
+    """Packed latents have no rows and columns of their own."""
+    Image.fromarray(np.array([[255, 0, 0]] * 2, dtype=np.uint8)).save(tmp_path / "mask.png")
+    store, video = CacheStore(tmp_path), torch.ones(VIDEO)
+    entry = {"samples": video} if is_silent else {"samples": video, "samples.1": torch.ones(SOUND)}
+    store.put("a" * 64, entry)
+    store.put("b" * 64, {"cond": torch.ones(2, 8)})
+    sides = (2, 3)
+    sample = Sample("a.mp4", "", str(tmp_path / "mask.png"), sides, (0, 0, *sides), sides, (0, 1), latents_key="a" * 64)
+    sample = dataclasses.replace(sample, text_keys=("b" * 64,))
+    silence = partial(with_silence, dataclasses.replace(LTX.comfy, silence=lambda frames: SOUND))
+    read = partial(read_latents, LTX.comfy)
+    batch = CachedSamples(store, [sample], True, 1.0, read, add_silence=silence).load([0], [0])
+    error = torch.rand(batch.latents.shape)
+    found = prediction_loss(error.sqrt(), torch.zeros(error.shape), batch.mask, batch.weights)
+    picture, sound = error.flatten().split([math.prod(VIDEO), math.prod(SOUND)])
+    wanted = picture.view(VIDEO)[..., 0].mean() + (0 if is_silent else sound.mean())
+    torch.testing.assert_close(found, wanted)
+    assert batch.outside is not None and batch.outside.sum() == math.prod(VIDEO) * 2 / 3
 
 
 def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):

@@ -1,0 +1,184 @@
+"""Sound files, and the sound of clips: how long they are, and the samples that are wanted of them.
+
+WAV, MP3, FLAC, Ogg and M4A go through PyAV (FFmpeg), as clips do, and come out as ComfyUI's Load Audio has them:
+float32 at the file's own rate, of which the first two channels are kept. The VAE's node resamples them. Of a clip's own
+track the frame that is shown first is at 0 s; a sound file begins with its clip. What a sound beside a clip lacks is
+silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..families.comfy.inputs import song_text
+from ..families.spec import LatentSpec
+from .captions import stem_of
+from .containers import CONTAINER_SUFFIXES, SOUND_SUFFIXES, open_container
+from .cuts import ClipPlan
+from .image import SoundRequest
+from .samples import Sample
+from .video import ClipInfo, naming
+
+_LONGEST_S = 600.0  # of a part: what the models of today make
+_LONGEST_FILE_S = 4 * 3600
+_RATES = range(4_000, 192_001)
+_MOST_CHANNELS = 64
+_KEPT_CHANNELS = 2
+_SAY_LENGTH = ("flac", "wav")  # FFmpeg's names of containers that do, exactly
+_ROUNDING = 1e-6  # of a sample or cell, in products of seconds and rates
+
+
+def sound_beside(clip: Path) -> Path | None:
+    """The sound file of a clip's name; None without.
+
+    Raises: ValueError for more than one.
+    """
+    endings = [each for suffix in SOUND_SUFFIXES for each in (suffix, suffix.upper())]
+    found = {file.resolve(): file for ending in endings if (file := clip.with_name(stem_of(clip) + ending)).is_file()}
+    if len(found) > 1:
+        names = " and ".join(sorted(file.name for file in found.values()))
+        raise ValueError(f"{clip}: has several sounds, {names}; leave the one that belongs to it")
+    return next(iter(found.values()), None)
+
+
+def probe_sound(path: Path) -> float | None:
+    """Seconds of a sound, all of which is decoded; None for a file without any.
+
+    Raises: ValueError naming the file if it is damaged, or no sound that is taken.
+    """
+    with naming(path, "sound"), _opened(path) as (container, stream):
+        if stream is None:
+            return None
+        count = sum(values.shape[1] for _, values in _decoded(container, stream))
+        said = int((stream.duration or 0) * stream.time_base * stream.codec_context.sample_rate)
+        if not count or container.format.name in _SAY_LENGTH and count < said:
+            raise ValueError(f"it is cut off or damaged: {count} of {said} samples are there")
+        return count / int(stream.codec_context.sample_rate)
+
+
+def read_sound(request: SoundRequest, *, is_track: bool = False, is_alone: bool = False) -> tuple[torch.Tensor, int]:
+    """The wanted part, float32 [channels, samples], and its rate in samples per second.
+
+    Args:
+        is_track: whether it is a clip's own, whose time is the video's. is_alone: whether silence is no part of it.
+    Raises: ValueError naming the file if it cannot be read, or alone ends too early.
+    """
+    path = Path(request.path)
+    with naming(path, "sound"), _opened(path) as (container, stream):
+        if stream is None:
+            raise ValueError("there is no sound in it")
+        rate = int(stream.codec_context.sample_rate)
+        wanted = math.ceil(request.length_s * rate - _ROUNDING)
+        start, made, end = round(request.start_s * rate), None, 0
+        for time_s, values in _decoded(container, stream):
+            if made is None:
+                made = np.zeros((min(len(values), _KEPT_CHANNELS), wanted), dtype=np.float32)
+                end = round((time_s - _starts_s(container)) * rate) if is_track else 0
+            begin, end = end, end + values.shape[1]
+            own = values[: len(made), max(0, start - begin) : max(0, start + wanted - begin)]
+            at = max(0, begin - start)
+            if own.shape[1] and at < wanted:
+                made[:, at : at + own.shape[1]] = own
+            if end >= start + wanted:
+                break
+        if made is None or is_alone and end < start + wanted:
+            raise ValueError(f"it ends {(start + wanted - end) / rate:.2f} s before the part that is wanted of it")
+        return torch.from_numpy(made), rate
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """The file's container and the stream of its sound; None for that without any."""
+    with open_container(path) as container:
+        stream: Any = container.streams.best("audio")
+        if stream is not None:
+            if stream.codec_context is None:
+                raise ValueError("there is no decoder for its sound; save it as FLAC or WAV")
+            rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
+            if rate not in _RATES or not 0 < channels <= _MOST_CHANNELS:
+                raise ValueError(
+                    f"it has {channels} channels at {rate} Hz; up to {_MOST_CHANNELS} are taken, at {_RATES.start} to "
+                    f"{_RATES.stop - 1} Hz"
+                )
+        yield container, stream
+
+
+def _decoded(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
+    """Time of each part in seconds, and its values, float32 [channels, samples]."""
+    import av
+
+    resampler, count = av.AudioResampler(format="fltp"), 0
+    for frame in container.decode(stream):
+        if frame.is_corrupt or frame.sample_rate != stream.codec_context.sample_rate:
+            raise ValueError(f"the part at {frame.time or 0:.2f} s is damaged, or has another rate")
+        count += frame.samples
+        if count > _LONGEST_FILE_S * stream.codec_context.sample_rate:
+            raise ValueError(f"it is longer than {_LONGEST_FILE_S // 3600} hours; cut it")
+        for part in resampler.resample(frame):
+            yield float(frame.time or 0), part.to_ndarray()
+
+
+def _starts_s(container: Any) -> float:
+    """When the first frame of a container's video is shown, in seconds."""
+    video = container.streams.best("video")
+    return float((video.start_time or 0) * video.time_base) if video else 0.0
+
+
+# --- what is taken of them --------------------------------------------------------------------------------------------
+
+
+def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tuple[SoundRequest, ...]]:
+    """Columns of latents of all of a sound, and the part of each sample that is made of it.
+
+    Raises: ValueError naming the file if it cannot be read, is too short for one column, or too long for a whole.
+    """
+    seconds, rate = probe_sound(path) or 0.0, latent.sound_rate
+    total = math.floor(seconds * rate + _ROUNDING)
+    length = min(total, max(1, math.floor((plan.seconds or _LONGEST_S) * rate + _ROUNDING)))
+    if not total or length < total and not plan.seconds:
+        raise ValueError(f"{path}: lasts {seconds:.2f} s; give {1 / rate:.2f} to {_LONGEST_S:g} s, or set data.seconds")
+    parts = replace(plan, lengths=(length,), fps=None).cut(ClipInfo((1, total), total))
+    return total, tuple(SoundRequest(str(path), part[0] / rate, length / rate, length) for part in parts)
+
+
+def sound_samples(
+    sounds: Sequence[SoundRequest], rows: int, captions: Sequence[str], song: Mapping[str, str | int]
+) -> list[Sample]:
+    """One of each part of a sound alone. rows: of its latents. song: what is said of it beside its captions."""
+    made = []
+    for each in sounds:
+        own, *others = (song_text(caption, {**song, "duration": each.length_s}) for caption in captions)
+        size = rows, each.cells
+        made.append(Sample(each.path, own, None, size, (0, 0, *size), size, others=tuple(others), sound=each))
+    return made
+
+
+def sounds_of_clip(
+    path: Path, clip: ClipInfo, cuts: Sequence[Sequence[int]], latent: LatentSpec
+) -> tuple[SoundRequest, ...]:
+    """Of each part of a clip: of the sound file beside it, else of its own track; () without either, and for stills.
+
+    Args:
+        cuts: the frames of each part, shown at latent.fps.
+    Raises: ValueError naming a file that cannot be read.
+    """
+    file = sound_beside(path) or path
+    if len(cuts[0]) < 2:  # a still of a clip
+        return ()
+    is_sounding = file.suffix.lower() in (*SOUND_SUFFIXES, *CONTAINER_SUFFIXES) and not file.is_dir()
+    if not is_sounding or probe_sound(file) is None:
+        return ()
+    made = []
+    for frames in cuts:
+        start = clip.times_s[frames[0]] if clip.times_s else frames[0] / latent.fps
+        length = len(frames) / latent.fps
+        made.append(SoundRequest(str(file), start, length, round(length * latent.sound_rate)))
+    return tuple(made)

@@ -1,0 +1,200 @@
+"""One process with ComfyUI's Python: jobs on sounds, beside what ComfyUI's own nodes make of the same files.
+
+Takes ComfyUI's folder and a folder for files. Prints one line of JSON: {"song", "clip": [losses of a job on folders,
+losses of one on what the nodes made], "loaded": [files whose samples differ from Load Audio's], "refused": message}.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import comfy.sd
+import comfy.supported_models_base
+import comfy.text_encoders.ace15
+import torch
+import torchaudio
+from comfy.ldm.audio.autoencoder import AudioOobleckVAE
+from comfy.ldm.lightricks.vae.audio_vae import AudioVAE
+from comfy.nested_tensor import NestedTensor
+from comfy_extras.nodes_ace import TextEncodeAceStepAudio15
+from comfy_extras.nodes_audio import VAEEncodeAudio, load
+from devicebridge.config.job import make_job
+from devicebridge.data.image import SoundRequest
+from devicebridge.data.sounds import probe_sound, read_sound
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
+from devicebridge.encoding.store import CacheStore
+from devicebridge.events import EventLog
+from devicebridge.jobs.build import build_trainer
+from devicebridge.jobs.comfy_entries import ComfyEncoders
+from devicebridge.jobs.encode_job import cache_job
+from devicebridge.jobs.job import check_job
+from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
+from devicebridge.nodes.host.native.model import native_training
+from devicebridge.nodes.host.native.source import read_native
+from devicebridge.tests.comfy.native_conditions_worker import Latents, States
+from devicebridge.tests.comfy.native_forwards import endless_memory
+from devicebridge.tests.comfy.stock_encoders import _randomise, make_vae
+from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
+from devicebridge.tests.sounds import save_sound, wave
+
+ROOT = Path(sys.argv[2])
+SONG = {"bpm": 97, "timesignature": "3/4", "keyscale": "D minor", "language": "ja", "lyrics": "[verse]\nla (la)"}
+
+
+def tiny_clip() -> comfy.sd.CLIP:
+    ace = comfy.text_encoders.ace15
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
+    options = {"_model_config": {**sizes, "num_key_value_heads": 1}, "dtype": torch.float32}
+    target = comfy.supported_models_base.ClipTarget(ace.ACE15Tokenizer, ace.te(lm_model="none"))
+    made = comfy.sd.CLIP(target, model_options=options)
+    _randomise(made.cond_stage_model, 1)
+    return made
+
+
+def song_vae() -> comfy.sd.VAE:
+    """As ComfyUI makes one of a file, but narrow."""
+    narrow = functools.partial(AudioOobleckVAE, channels=2)
+    model = narrow(strides=[2, 4, 4, 6, 10])
+    _randomise(model, 2)
+    with mock.patch.object(comfy.sd, "AudioOobleckVAE", narrow):
+        return comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
+
+
+def clip_vae() -> comfy.sd.VAE:
+    sizes = {
+        "double_z": True, "mel_bins": 64, "z_channels": 8, "resolution": 256, "in_channels": 2, "out_ch": 2, "ch": 8,
+        "ch_mult": [1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "mid_block_add_attention": False,
+        "norm_type": "pixel", "causality_axis": "height",
+    }  # fmt: skip
+    vocoder = {"upsample_initial_channel": 32, "resblock_kernel_sizes": [3], "upsample_rates": [4, 4]}
+    vocoder |= {"upsample_kernel_sizes": [8, 8], "resblock_dilation_sizes": [[1, 3, 5]]}
+    said = {"config": json.dumps({"audio_vae": {"model": {"params": {"ddconfig": sizes}}}, "vocoder": vocoder})}
+    model = AudioVAE(said)
+    _randomise(model, 3)
+    return comfy.sd.VAE(sd=model.state_dict(), metadata=said)
+
+
+def losses_of(name: str, given: dict[str, tuple[dict[str, Any], ComfyEncoders]]) -> list[list[float]]:
+    found = []
+    info = read_native(save_trained(name, ROOT / f"{name}.safetensors"), "float32")
+    for kind, (sections, encoders) in given.items():
+        job = make_job(
+            {
+                **sections,
+                "model": {"path": str(info.path), "family": "comfyui", "dtype": "float32"},
+                "split": {"devices": ["cpu"]}, "lora": {"rank": 2}, "train": {"steps": 2, "seed": 3},
+                "output": {"folder": str(ROOT / name / kind), "tensorboard": False},
+            }
+        )  # fmt: skip
+        with native_training(), endless_memory(), ExitStack() as cleanup:
+            plan = check_job(job, info=info)
+            events = cleanup.enter_context(EventLog(Path(job.output.folder)))
+            trainer = build_trainer(plan, {}, cache_job(plan, events, encoders=encoders), events, cleanup)
+            found.append([float(each) for _ in range(2) for each in trainer.accumulate(1)])
+    return found
+
+
+def song() -> list[list[float]]:
+    """Two songs, of which one has its lyrics in a file, against the text encode node and VAE Encode Audio."""
+    (folder := ROOT / "songs").mkdir()
+    save_sound(folder / "a.wav", wave(1.03, 44100), 44100)
+    save_sound(folder / "b.flac", wave(0.6, 24000, 1), 24000)
+    (folder / "a.json").write_text(json.dumps({"caption": "slow (waltz)", **SONG}))
+    (folder / "b.txt").write_text("drums")
+    (folder / "b.json").write_text(json.dumps({**SONG, "lyrics": "other"}))
+    (folder / "b.lyrics.txt").write_text(SONG["lyrics"])
+    clip, vae = tiny_clip(), song_vae()
+    encoders = ComfyEncoders(HostClip(clip), HostVae(vae))
+    names = {"text_source": encoders.clip.fingerprint, "latent_source": encoders.vae.fingerprint}
+    latents, texts = [], []
+    for file, tags, cells in (("a.wav", "slow (waltz)", 25), ("b.flac", "drums", 15)):
+        values, rate = load(str(folder / file))
+        kept = values[None, :, : cells * rate // 25]
+        torch.manual_seed(0)
+        (latent,) = VAEEncodeAudio.execute(vae=vae, audio={"waveform": kept, "sample_rate": rate}).args
+        latents.append(latent)
+        said = {**SONG, "timesignature": "3", "duration": cells / 25, "generate_audio_codes": False}
+        rest = {"seed": 0, "cfg_scale": 2.0, "temperature": 0.85, "top_p": 0.9, "top_k": 0, "min_p": 0.0}
+        texts += TextEncodeAceStepAudio15.execute(clip, tags=tags, **said, **rest).args
+    encoded = save_encoded(read_pairs(latents, texts), CacheStore(ROOT / "graph"))
+    cache = {"folder": str(ROOT / "cache"), **names}
+    given = {"folders": ({"data": {"folders": [{"path": str(folder)}]}, "cache": cache}, encoders)}
+    return losses_of("ACE-Step 1.5", given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
+
+
+def clip_with_sound() -> list[list[float]]:
+    """A clip whose sound lies beside it, against Concat AV Latent of what was cut and encoded here."""
+    (folder := ROOT / "clips").mkdir()
+    save_sound(folder / "a.mkv", wave(0.4, 32000, 2, seed=9), 32000, num_frames=9)
+    values = wave(0.3, 32000)
+    save_sound(folder / "a.wav", values, 32000)
+    (folder / "a.txt").write_text("moves")
+    pictures, sounds = Latents(is_video=True, side=32, channels=128), clip_vae()
+    host = HostVae(sounds)
+    texts = SimpleNamespace(
+        fingerprint=States.fingerprint, encode=lambda text: [[torch.ones(1, 6, 24), {}]], release=int
+    )
+    heard = torch.nn.functional.pad(torch.from_numpy(values.T / 2.0**15).float(), (0, 9 * 1280 - len(values)))
+    heard = torchaudio.functional.resample(heard, 32000, 44100)
+    with torch.inference_mode():
+        sound = sounds.first_stage_model.encode(torch.nn.functional.pad(heard, (0, 4 * 4096 - heard.shape[1]))[None])
+    from devicebridge.data.image import ImageRequest
+    from devicebridge.data.video import read_frames
+
+    video = read_frames(ImageRequest(str(folder / "a.mkv"), (64, 64), (0, 0, 64, 64), tuple(range(9))))
+    stream = pictures.encode((((video + 1) * 127.5).round() / 255).permute(1, 2, 3, 0))[:, :, :2]
+    pair = read_pairs([{"samples": NestedTensor((stream, sound[:, :, :9]))}], [texts.encode("")])
+    encoded = save_encoded(pair, CacheStore(ROOT / "graph"))
+    cache = {"folder": str(ROOT / "cache"), "text_source": texts.fingerprint, "latent_source": Latents.fingerprint}
+    data = {"folders": [{"path": str(folder)}], "resolutions": [64], "frames": [9]}
+    encoders = ComfyEncoders(texts, Cut(pictures), audio_vae=host)
+    given = {"folders": ({"data": data, "cache": {**cache, "audio_source": host.fingerprint}}, encoders)}
+    return losses_of("LTX-2", given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
+
+
+class Cut(Latents):
+    """As many latent frames as LTX-2 has of 9."""
+
+    def __init__(self, inner: Latents) -> None:
+        self._inner = inner
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self._inner.encode(pixels)[:, :, :2]
+
+
+def not_as_loaded() -> list[str]:
+    wrong = []
+    for suffix in (".wav", ".flac", ".mp3", ".ogg", ".m4a", ".opus"):
+        path = save_sound(ROOT / f"any{suffix}", wave(0.5, 48000), 48000)
+        theirs, rate = load(str(path))
+        seconds = probe_sound(path)
+        assert seconds is not None
+        ours, own_rate = read_sound(SoundRequest(str(path), 0.0, seconds, 1), is_alone=True)
+        if own_rate != rate or not torch.equal(ours, theirs):
+            wrong.append(suffix)
+    return wrong
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    sound = torch.zeros(2, 4000)
+    said = refusal(lambda: HostVae(make_vae("flux1")).encode_sound(sound, 8000))
+    answer = {"loaded": not_as_loaded(), "refused": said}
+    for what, act, name in (("song", song, "ACE-Step 1.5"), ("clip", clip_with_sound, "LTX-2")):
+        with small_sizes(TRAINED[name]):
+            answer[what] = act()
+    print(json.dumps(answer), flush=True)
