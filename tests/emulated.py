@@ -55,6 +55,8 @@ class _Facts:
 
     def __init__(self, func: Any) -> None:
         self.func = func  # held, for operations are known by their id
+        self.run = func._op  # which a call of func runs
+        self.names_device = any("Device" in str(argument.type) for argument in func._schema.arguments)
         returns = func._schema.returns
         alias = returns[0].alias_info if len(returns) == 1 else None
         self.is_in_place = alias is not None and alias.is_write
@@ -73,7 +75,7 @@ class _Facts:
 _FACTS: dict[int, _Facts] = {}
 _PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum)
 _PRODUCTS += (aten.scaled_dot_product_attention,)
-_IN_DOUBLES: dict[Any, Any] = {}  # by operation: what computes it inside exact_products
+_IN_DOUBLES: dict[int, Any] = {}  # by an operation's id: what computes it inside exact_products
 
 
 def _facts(func: Any) -> _Facts:
@@ -136,13 +138,7 @@ class EmulatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = _Arguments(args, kwargs)
-        if found.is_for_another_subclass:
-            return NotImplemented
-        is_simple = func in _IN_DOUBLES or _facts(func).is_simple
-        out = NotImplemented if is_simple else _run_composite(func, args, kwargs)
-        return _run(func, args, kwargs, found.tensors, []) if out is NotImplemented else out
+        return _dispatch(func, args, kwargs or {}, [], None)
 
 
 @functools.cache
@@ -171,19 +167,33 @@ class EmulatedCards(TorchDispatchMode):
         super().__init__()
         self.copies: list[Copy] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which is called a million times, for torch.compile
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = _Arguments(args, kwargs)
-        if found.is_for_another_subclass:
-            return NotImplemented
-        if not found.is_ours:
-            return _IN_DOUBLES.get(func, func)(*args, **kwargs)
-        if func not in _IN_DOUBLES and not _facts(func).is_simple:
-            with self:  # under inference mode `to` and the like come here whole, with the device among the arguments
-                out = _run_composite(func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return _run(func, args, kwargs, found.tensors, self.copies)
+        if not types and not _facts(func).names_device:  # as most are: no tensor of a subclass, no card
+            return _IN_DOUBLES.get(id(func), _facts(func).run)(*args, **(kwargs or {}))
+        # Under inference mode `to` and the like come here whole, with the device among the arguments.
+        return _dispatch(func, args, kwargs or {}, self.copies, self)
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy], mode: EmulatedCards | None) -> Any:
+    found = _Arguments(args, kwargs)
+    if found.is_for_another_subclass:
+        return NotImplemented
+    if mode is not None and not found.is_ours:
+        return _IN_DOUBLES.get(id(func), func)(*args, **kwargs)
+    facts = _facts(func)
+    if not (facts.is_simple or id(func) in _IN_DOUBLES):
+        if mode is None:
+            out = _run_composite(facts, args, kwargs)
+        else:
+            with mode:
+                out = _run_composite(facts, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    return _run(facts, args, kwargs, found.tensors, copies)
 
 
 class _Arguments:
@@ -229,31 +239,29 @@ def _lists_as_indices(index: Any) -> Any:
     return torch.tensor(index) if isinstance(index, list) else index
 
 
-def _run_composite(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_composite(facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation made of others, run as those; NotImplemented for a simple one, which is remembered."""
-    if func is aten._has_compatible_shallow_copy_type.default:
+    if facts.func is aten._has_compatible_shallow_copy_type.default:
         return False  # asked by Module.to under inference mode; the data lies beside the tensor
     # Inside a dispatch the key that keeps versions and views is left out; what an operation is made of needs it. Not
     # where that key has the operation itself: then it makes a view of what comes back.
-    facts = _facts(func)
     if facts.has_own_versions:
-        out = func.decompose(*args, **kwargs)
+        out = facts.func.decompose(*args, **kwargs)
     else:
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            out = func.decompose(*args, **kwargs)
+            out = facts.func.decompose(*args, **kwargs)
     facts.is_simple = out is NotImplemented
     return out
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], copies: list[Copy]) -> Any:
-    facts = _facts(func)
+def _run(facts: _Facts, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], copies: list[Copy]) -> Any:
     devices = _devices(facts, tensors)
     if len(devices) > 1 and not facts.is_copy:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{devices[0]} and {devices[1]}! (emulated; {func})"
+            f"{devices[0]} and {devices[1]}! (emulated; {facts.func})"
         )
-    target = _target(func, args, kwargs, devices, tensors)
+    target = _target(facts.func, args, kwargs, devices, tensors)
     if facts.copied is not None:
         _count(args[facts.copied], target, copies)
     plain_kwargs = {k: _plain(v) for k, v in kwargs.items() if k not in _OF_DEVICES}
@@ -261,8 +269,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tenso
         plain_kwargs["generator"] = _GENERATORS[target.index]
     if "device" in kwargs:
         plain_kwargs["device"] = torch.device("cpu")
-    run = _IN_DOUBLES.get(func, func)
-    run = functools.partial(_dropout, _GENERATORS[target.index]) if func is aten.native_dropout.default else run
+    run = _IN_DOUBLES.get(id(facts.func), facts.run)
+    run = functools.partial(_dropout, _GENERATORS[target.index]) if facts.func is aten.native_dropout.default else run
     out = run(*map(_plain, args), **plain_kwargs)
     if facts.returns_host_value:
         return out
@@ -365,7 +373,7 @@ def _in_doubles(func: Any, *args: Any, **kwargs: Any) -> Any:
 def exact_products() -> Iterator[None]:
     """Inside emulated_cards, sums of products are rounded once, from float64: their bits do not depend on how many rows
     there are, by which kernels are chosen otherwise. Also of tensors on the CPU, in the thread of the cards."""
-    _IN_DOUBLES.update((each.default, functools.partial(_in_doubles, each.default)) for each in _PRODUCTS)
+    _IN_DOUBLES.update((id(each.default), functools.partial(_in_doubles, each.default)) for each in _PRODUCTS)
     try:
         yield
     finally:

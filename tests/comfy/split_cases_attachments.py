@@ -42,7 +42,7 @@ def _compare(case, claim, name, change, *, settings=(_FIRST, {"transport": "rela
     """A split MODEL, then changed, computes as the unsplit one changed the same way; and the change does something."""
     host = case.host
     unsplit = host.load(name, load_device=CPU)
-    clean = host.sample(unsplit, name, **options)
+    clean = host.reference(name, **options)
     reference = host.sample(_changed(unsplit, change, CPU), name, **options)
     case.differs(f"{claim}: it does something", reference, clean)
     for request in settings:
@@ -327,7 +327,7 @@ def a_layer_with_weights_of_its_own(case: Case) -> None:
     for name, operations in (("torch", torch.nn), ("comfy", comfy.ops.disable_weight_init)):
         on = functools.partial(change, operations)
         _compare(case, name, "flux1", on)
-        clean = host.sample(host.load("flux1", load_device=CPU), "flux1")
+        clean = host.reference("flux1")
         reference = host.sample(_changed(host.load("flux1", load_device=CPU), on, CPU), "flux1")
         divided = split(host.load("flux1"))
         case.equal(f"{name}: clean before", host.sample(divided, "flux1"), clean)
@@ -366,7 +366,7 @@ def an_injection_over_an_object_patch(case: Case) -> None:
     with mock.patch.object(comfy.model_management, "get_torch_device", lambda: CPU):
         changed_unsplit = _changed(host.load("flux1", load_device=CPU), change, CPU)
         references = [host.sample(changed_unsplit, "flux1") for _ in range(3)]
-    clean = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    clean = host.reference("flux1")
     divided = split(host.load("flux1"))
     changed = _changed(divided, change, HOME)
     for number, cleared in enumerate((OTHER, HOME, OTHER)):
@@ -400,7 +400,7 @@ def attention_that_brings_tensors(case: Case) -> None:
         run = functools.partial(host.sample, patched, "flux1")
         words = ("diffusion_model.single_blocks.3.forward", "split_at", "take the node out")
         case.refused(f"a layer, {request}", run, RuntimeError, *words)
-        clean = host.sample(host.load("flux1", load_device=CPU), "flux1")
+        clean = host.reference("flux1")
         case.equal("and without it all is well", host.sample(split(host.load("flux1"), **request), "flux1"), clean)
         host.unload_all()
 
@@ -429,7 +429,7 @@ def control_lora(case: Case) -> None:
 
     with mock.patch.object(comfy.model_management, "get_torch_device", lambda: CPU):
         reference = sample(host.load("sdxl", load_device=CPU))
-    case.differs("it does something", reference, host.sample(host.load("sdxl", load_device=CPU), "sdxl", cfg=3.0))
+    case.differs("it does something", reference, host.reference("sdxl", cfg=3.0))
     for first in (1, 3):
         divided = split(host.load("sdxl"), balance="manual", split_at=(first,))
         case.equal(f"cut at {first}", sample(divided), reference)

@@ -35,7 +35,7 @@ def batches(case: Case) -> None:
     more = in_long_runs(("flux1", 2, 1.0), ("qwen_image", 2, CFG))
     for name, batch, cfg in (("flux1", 4, CFG), ("wan", 2, CFG), *more):
         claim = f"{name}, batch {batch}, cfg {cfg}"
-        together = host.sample(host.load(name, load_device=CPU), name, batch=batch, cfg=cfg)
+        together = host.reference(name, batch=batch, cfg=cfg)
         output = host.sample(split(host.load(name), overlap=False), name, batch=batch, cfg=cfg)
         case.equal(f"{claim}: overlap off", output, together)
         apart = _one_image_at_a_time(host, name, batch, cfg=cfg)
@@ -45,13 +45,13 @@ def batches(case: Case) -> None:
 
 
 def _combined() -> Condition:
-    """Two prompts for two halves of the picture, one of them for the first steps only, and one everywhere."""
+    """Two prompts for two halves of the picture, one of them for the first step only, and one everywhere."""
     family = FAMILIES["flux1"]
     left, right, everywhere = family.condition(11), family.condition(12), family.condition(13)
     left[0][1] |= {"area": (8, 4, 0, 0), "strength": 0.8, "set_area_to_bounds": False}
     mask = torch.zeros(1, 8, 8)
     mask[..., 3:] = 1
-    right[0][1] |= {"mask": mask, "mask_strength": 0.7, "start_percent": 0.0, "end_percent": 0.5}
+    right[0][1] |= {"mask": mask, "mask_strength": 0.7, "start_percent": 0.0, "end_percent": 0.4}
     return left + right + everywhere
 
 

@@ -65,8 +65,7 @@ def nobody_described() -> Iterator[None]:
 
 def _exam(name: str, case: Case) -> None:
     host = case.host
-    unsplit = host.load(name, load_device=CPU)
-    reference, guided = host.sample(unsplit, name), host.sample(unsplit, name, cfg=4.0)
+    reference, guided = host.reference(name), host.reference(name, cfg=4.0)
     with nobody_described():
         case.equal("by blocks", host.sample(split(host.load(name)), name), reference)
         host.unload_all()
@@ -322,7 +321,7 @@ def derived_rows_are_kept(case: Case) -> None:
 def derived_examine(case: Case) -> None:
     """`devicebridge examine FILE` says the row as it is written, and a split takes it without deriving again."""
     host, name = case.host, "flux1"
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     host.unload_all()
     for each in (name, *in_long_runs("sd3", "lumina2", "ltxv")):
         with nobody_described(), small_sizes(FAMILIES[each]):

@@ -13,7 +13,7 @@ from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
 def dynamic_blocks(case: Case) -> None:
     """The emulation itself: what is known to work on cards works here, with the bits of one card."""
     host, name = case.host, "flux1_heads"
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     with dynamic_vram() as vram:
         model = host.load(name)
         case.check("it is dynamic", model.is_dynamic())
@@ -28,7 +28,7 @@ def dynamic_tensor(case: Case) -> None:
     """Every card's slices come as its own layers ask for them, packed and quantized ones as well."""
     host = case.host
     for name in ("flux1_heads", *in_long_runs("wan_heads", "lumina2")):
-        reference = host.sample(host.load(name, load_device=CPU), name)
+        reference = host.reference(name)
         with dynamic_vram() as vram:
             model = host.load(name)
             whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
@@ -52,7 +52,7 @@ def dynamic_tensor(case: Case) -> None:
 def dynamic_tokens(case: Case) -> None:
     """Every card's copy of the model asks for its own weights; a card without room copies them for one use."""
     host, name = case.host, "wan"
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     with dynamic_vram() as vram:
         shared = tokens(host.load(name))
         output = host.sample(shared, name)
@@ -77,7 +77,7 @@ def dynamic_tokens(case: Case) -> None:
 def dynamic_tensor_with_little_memory(case: Case) -> None:
     """A card without room for all of its slices copies the others for one use; a user's limit does the same."""
     host, name = case.host, "flux1_heads"
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     with dynamic_vram() as vram:
         divided = tensor(host.load(name))
         output = host.sample(divided, name)

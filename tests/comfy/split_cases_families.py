@@ -17,7 +17,7 @@ from devicebridge.tests.comfy.split_host import (
 )
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
-STEPS = 3
+STEPS = 2
 
 
 def _family(name: str, case: Case) -> None:
@@ -26,8 +26,8 @@ def _family(name: str, case: Case) -> None:
     recognised = type(model.model.model_config).__name__
     case.check("the file is recognised", recognised == family.config_class, recognised)
     unsplit = host.load(name, load_device=CPU)
-    reference = host.sample(unsplit, name, steps=STEPS)
-    guided = host.sample(unsplit, name, steps=STEPS, cfg=4.0)
+    reference = host.reference(name, steps=STEPS)
+    guided = host.reference(name, steps=STEPS, cfg=4.0)
     case.differs("guidance does something", guided, reference)
     divided = split(model)
     host.machine.cards.copies.clear()
@@ -85,7 +85,7 @@ def what_a_model_remembers_from_step_to_step(case: Case) -> None:
 @case
 def three_cards(case: Case) -> None:
     host = case.host
-    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    reference = host.reference("flux1")
     divided = split(host.load("flux1"), HOME, OTHER, THIRD)
     case.equal("as unsplit", host.sample(divided, "flux1"), reference)
     shares = {device: live_bytes(device) for device in (HOME, OTHER, THIRD)}

@@ -32,7 +32,7 @@ def loaded_split(case: Case) -> None:
     """Load Diffusion Model Across GPUs: a MODEL that never existed whole, nowhere but in host memory."""
     host = case.host
     for name in ("flux1", "wan_vace", "qwen_image", "sdxl"):
-        reference = host.sample(host.load(name, load_device=CPU), name)
+        reference = host.reference(name)
         divided = _load_split(host, name)
         case.check(f"{name}: the weights are the file's, not copies", _lies_in_its_file(divided))
         whole = sum(parameter.nbytes for parameter in divided.model.diffusion_model.parameters())
@@ -81,7 +81,7 @@ def fp8_weights(case: Case) -> None:
     """weight_dtype of the loader: weights are stored in fp8 and cast where they are used."""
     host = case.host
     reference = host.sample(host.load(NAME, load_device=CPU, dtype=torch.float8_e4m3fn), NAME)
-    case.differs("it does something", reference, host.sample(host.load(NAME, load_device=CPU), NAME))
+    case.differs("it does something", reference, host.reference(NAME))
     divided = split(host.load(NAME, dtype=torch.float8_e4m3fn))
     case.equal("as unsplit", host.sample(divided, NAME), reference)
     case.equal("loaded split", host.sample(_load_split(host, NAME, "fp8_e4m3fn"), NAME), reference)
@@ -210,7 +210,7 @@ class DiskPatcher(comfy.model_patcher.ModelPatcher):
 @case
 def cards_stream_as_the_file_lies(case: Case) -> None:
     host = case.host
-    reference = host.sample(host.load(NAME, load_device=CPU), NAME)
+    reference = host.reference(NAME)
     for fast_disk in (True, False):
         plain = host.load(NAME)
         plain.__class__, plain.fast_disk = DiskPatcher, fast_disk
@@ -224,7 +224,7 @@ def cards_stream_as_the_file_lies(case: Case) -> None:
 def balances(case: Case) -> None:
     """However the blocks are shared out, the numbers are the same; a cut lies where it was asked for."""
     host = case.host
-    reference = host.sample(host.load(NAME, load_device=CPU), NAME)
+    reference = host.reference(NAME)
     plain = host.load(NAME)
     for options in ({"balance": "time"}, *({"balance": "manual", "split_at": (cut,)} for cut in (1, 2, 5))):
         divided = split(plain, **options)

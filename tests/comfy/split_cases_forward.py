@@ -32,7 +32,7 @@ def _compare(
     host = case.host
     options: dict[str, Any] = {"cfg": cfg, "positive": positive}
     unsplit = host.load(name, load_device=CPU)
-    clean = host.sample(unsplit, name, **options)
+    clean = host.reference(name, **options)
     reference = host.sample(_changed(unsplit, change, CPU), name, **options)
     case.differs(f"{claim}: it does something", reference, clean)
     divided = split(host.load(name), **request)
@@ -100,7 +100,7 @@ def controlnet_residuals(case: Case) -> None:
             outputs[kind] = host.sample(model, name, cfg=3.0, positive=positive, negative=negative)
             places = control.asked_on
             case.check(f"{name}, {kind}: asked at home", len(places) == 1 and str(OTHER) not in places, places)
-        clean = host.sample(host.load(name, load_device=CPU), name, cfg=3.0)
+        clean = host.reference(name, cfg=3.0)
         case.differs(f"{name}: it does something", outputs["unsplit"], clean)
         case.equal(name, outputs["split"], outputs["unsplit"])
         host.unload_all()
@@ -216,7 +216,7 @@ def injections_and_callbacks(case: Case) -> None:
         return model
 
     divided = change(split(host.load("flux1")))
-    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    reference = host.reference("flux1")
     case.equal("as unsplit", host.sample(divided, "flux1"), reference)
     host.unload_all()
     for name, counts in seen.items():
@@ -237,7 +237,7 @@ def stream_refused_where_it_is_wrong(case: Case) -> None:
 def an_unknown_class(case: Case) -> None:
     """A class nobody described: its blocks are found, relayed, and it computes the same."""
     host = case.host
-    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    reference = host.reference("flux1")
     model = host.load("flux1")
     known = type(model.model.diffusion_model)
     model.model.diffusion_model.__class__ = type("Stranger", known.__bases__, dict(known.__dict__, __module__="tests"))
@@ -249,7 +249,7 @@ def an_unknown_class(case: Case) -> None:
     case.equal(
         "with cfg",
         host.sample(divided, "flux1", cfg=3.0),
-        host.sample(host.load("flux1", load_device=CPU), "flux1", cfg=3.0),
+        host.reference("flux1", cfg=3.0),
     )
 
 
@@ -275,7 +275,7 @@ def compiling_the_whole_is_refused(case: Case) -> None:
 def compiling_block_by_block(case: Case) -> None:
     """Compile nodes swap modules for the time of a forward; emulated cards keep them from being compiled as well."""
     host = case.host
-    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    reference = host.reference("flux1")
     divided = split(host.load("flux1"))
     compiled = divided.clone()
     keys = [f"diffusion_model.double_blocks.{i}" for i in range(2)]
@@ -290,7 +290,7 @@ def compiling_block_by_block(case: Case) -> None:
 def an_error_inside_a_block(case: Case) -> None:
     """A forward that fails leaves a MODEL that works."""
     host = case.host
-    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    reference = host.reference("flux1")
     divided = split(host.load("flux1"))
     broken = divided.clone()
 
@@ -315,8 +315,8 @@ def reference_latents(case: Case) -> None:
     for name, shape in extra.items():
         positive = FAMILIES[name].condition(1)
         positive[0][1]["reference_latents"] = [_noise(*shape, device=CPU)]
-        reference = host.sample(host.load(name, load_device=CPU), name, positive=positive)
-        case.differs(f"{name}: it does something", reference, host.sample(host.load(name, load_device=CPU), name))
+        reference = host.reference(name, positive=positive)
+        case.differs(f"{name}: it does something", reference, host.reference(name))
         case.equal(name, host.sample(split(host.load(name)), name, positive=positive), reference)
 
 
@@ -324,7 +324,7 @@ def reference_latents(case: Case) -> None:
 def without_inference_mode(case: Case) -> None:
     host = case.host
     for name in ("flux1", "wan"):
-        reference = host.sample(host.load(name, load_device=CPU), name, cfg=3.0)
+        reference = host.reference(name, cfg=3.0)
         with torch.inference_mode(False), torch.no_grad():
             divided = split(host.load(name), overlap=False)
             case.equal(name, host.sample(divided, name, cfg=3.0), reference)

@@ -63,7 +63,7 @@ def _apply(node: Node, model: Any) -> Any:
     return getattr(node_class(), node_class.FUNCTION)(model, **arguments)[0]
 
 
-def _each(case: Case, name: str, nodes: tuple[Node, ...], *, cfg: float = 4.0, steps: int = 3) -> None:
+def _each(case: Case, name: str, nodes: tuple[Node, ...], *, cfg: float = 4.0, steps: int = 2) -> None:
     host = case.host
     plain = host.load(name)  # on one of the cards: resizing takes another kernel there than on the CPU
     clean = host.sample(plain, name, cfg=cfg, steps=steps)

@@ -25,7 +25,7 @@ from devicebridge.tests.comfy.split_classes import DIVIDED
 from devicebridge.tests.comfy.split_host import OTHER, live_bytes
 from devicebridge.tests.stand_in_recorder import replaying
 
-STEPS = 5
+STEPS = 4
 
 
 @contextmanager

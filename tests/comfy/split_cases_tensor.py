@@ -1,7 +1,7 @@
 """A MODEL whose blocks all cards compute together, by its whole path; the reference is the unsplit run on the CPU.
 
 The cards add partial sums, so an output is near the reference and not its bits: within 1e-4 of its size in float32
-after three steps. Two runs of the same have the same bits.
+after two steps. Two runs of the same have the same bits.
 """
 
 import functools
@@ -34,8 +34,8 @@ def near(case: Case, claim: str, output: torch.Tensor, reference: torch.Tensor, 
 
 def clones_in_turn(case: Case, name: str, model: Any, bound: float = NEAR) -> tuple[list[Any], list[torch.Tensor]]:
     """Clones of a split MODEL with two LoRAs in turn, from which another model takes a card; and unsplit latents."""
-    host, unsplit = case.host, case.host.load(name, load_device=CPU)
-    references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
+    host = case.host
+    references = [host.reference(name, seed) for seed in (1, 2)]
     clones = [host.lora(model, name, seed=seed) for seed in (1, 2)]
     for turn in range(2):
         for index, clone in enumerate(clones):
@@ -51,8 +51,7 @@ def tensor(model: Any, *devices: torch.device, **options: Any) -> Any:
 
 def _family(name: str, case: Case) -> None:
     host = case.host
-    unsplit = host.load(name, load_device=CPU)
-    reference, guided = host.sample(unsplit, name), host.sample(unsplit, name, cfg=4.0)
+    reference, guided = host.reference(name), host.reference(name, cfg=4.0)
     model = host.load(name)
     whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
     divided = tensor(model)
@@ -61,8 +60,7 @@ def _family(name: str, case: Case) -> None:
     case.equal("again, with the same bits", host.sample(divided, name), output)
     near(case, "with guidance", host.sample(divided, name, cfg=4.0), guided)
     if not FAMILIES[name].sound:  # MiniMax H3 takes one video at a time
-        batch = host.sample(unsplit, name, batch=2)
-        near(case, "a batch", host.sample(divided, name, batch=2), batch)
+        near(case, "a batch", host.sample(divided, name, batch=2), host.reference(name, batch=2))
     held = {device: live_bytes(device) for device in (HOME, OTHER)}
     case.check("no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
     host.unload_all()
@@ -97,7 +95,7 @@ def tensor_compared_once(case: Case) -> None:
 def tensor_three_cards(case: Case) -> None:
     host = case.host
     for name in ("flux2_heads", "wan_heads"):
-        reference = host.sample(host.load(name, load_device=CPU), name)
+        reference = host.reference(name)
         near(case, name, host.sample(tensor(host.load(name), HOME, OTHER, THIRD), name), reference)
         host.unload_all()
     case.refused("too few heads", lambda: tensor(host.load("wan")), ValueError, "1 heads", "1 devices at most")
@@ -107,9 +105,8 @@ def loras(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any], boun
     """LoRAs before and after the split, two at once, and back to none."""
     host = case.host
     for name in names:
-        unsplit = host.load(name, load_device=CPU)
-        clean, one = host.sample(unsplit, name), host.lora(unsplit, name)
-        reference = host.sample(one, name)
+        clean, reference = host.reference(name), host.reference(name, 1)
+        one = host.lora(host.load(name, load_device=CPU), name)
         both = host.sample(host.lora(one, name, seed=2, strength=0.7), name)
         case.differs(f"{name}: it does something", reference, clean)
         divided = divide(host.load(name))
@@ -184,7 +181,7 @@ def controlnets(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any]
             outputs.append(host.sample(model, name, positive=positive))
             case.check(f"{name}: asked on the main card", str(OTHER) not in control.asked_on, control.asked_on)
         near(case, name, outputs[1], outputs[0], bound)
-        case.differs(f"{name}: it does something", outputs[0], host.sample(host.load(name, load_device=CPU), name))
+        case.differs(f"{name}: it does something", outputs[0], host.reference(name))
         host.unload_all()
 
 
@@ -224,7 +221,7 @@ def tensor_refusals(case: Case) -> None:
     key = "diffusion_model.double_blocks.0.img_attn.proj"
     layer.add_object_patch(key, torch.nn.Linear(128, 128))
     case.refused("a layer replaced", lambda: host.sample(layer, name), RuntimeError, key, "blocks")
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     near(case, "without them", host.sample(divided, name), reference)
     case.refused("a class nobody described", lambda: tensor(host.load("sdxl")), ValueError, "UNetModel", "blocks")
     case.refused("cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "split_at gives")
@@ -271,7 +268,7 @@ def tensor_a_card_too_small_for_its_largest_layer(case: Case) -> None:
             case.refused(f"{device}", lambda: host.sample(divided, name), RuntimeError, str(device), "largest layer")
         with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer + 1)}):
             output = host.sample(divided, name)
-        near(case, f"{device}, a byte more", output, host.sample(host.load(name, load_device=CPU), name))
+        near(case, f"{device}, a byte more", output, host.reference(name))
         host.unload_all()
 
 
@@ -310,7 +307,7 @@ def tensor_is_not_split_again_nor_saved(case: Case) -> None:
     )
     case.refused("tensor behind tensor", lambda: tensor(divided), ValueError, "tensor", "before that split")
     blocks = split(host.load(name), way="blocks")
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     near(case, "tensor behind blocks", host.sample(tensor(blocks), name), reference)
     case.refused("saved", divided.state_dict_for_saving, RuntimeError, "tensor", "blocks")
     key = "diffusion_model.blocks.0.self_attn.q.weight"
@@ -323,7 +320,7 @@ def tensor_loras_that_do_not_fit(case: Case) -> None:
     """ComfyUI says that such a LoRA is not applied, and leaves the weight alone; so it is with slices."""
     host, name = case.host, "flux1_heads"
     key = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     for what, rows, columns in (("too many rows", 500, 128), ("too few rows", 100, 128), ("other columns", 384, 64)):
         patched = tensor(host.load(name)).clone()
         factors = (torch.ones(rows, 2), torch.ones(2, columns), 2.0, None, None, None)
@@ -338,7 +335,7 @@ def tensor_beside_a_bypass_lora(case: Case) -> None:
     divided = tensor(host.load(name))
     weights = {f"{key}": value for key, value in lora_weights(name, 1).items()}
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(divided, None, weights, 1.0, 0)
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     for turn in (1, 2):
         near(case, f"without it, {turn}", host.sample(divided, name), reference)
         case.refused(f"bypass, {turn}", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")

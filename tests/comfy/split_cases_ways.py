@@ -59,7 +59,7 @@ def _limits(model: Any) -> tuple[float, float]:
 def way_auto_goes_by_link_and_memory(case: Case) -> None:
     """Tokens on a fast link; tensor where a card lacks the room for all weights; blocks on a slow link."""
     host, name = case.host, "flux2_heads"
-    reference = host.sample(host.load(name, load_device=CPU), name)
+    reference = host.reference(name)
     for what, link, is_limited, expected in (
         ("a fast link", FAST_LINK, False, "tokens"),
         ("a fast link and little memory", FAST_LINK, True, "tensor"),

@@ -20,10 +20,6 @@ from devicebridge.tests.emulated import on_cpu
 NAME = "flux1"
 
 
-def _reference(host: Host, *seeds: int, name: str = NAME) -> torch.Tensor:
-    return host.sample(_with_loras(host, host.load(name, load_device=CPU), *seeds, name=name), name)
-
-
 def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
     for seed in seeds:
         model = host.lora(model, name, seed)
@@ -33,14 +29,14 @@ def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
 @case
 def lora_before_and_after_split(case: Case) -> None:
     host = case.host
-    reference = _reference(host, 1)
-    case.differs("the LoRA does something", reference, _reference(host))
+    reference = host.reference(NAME, 1)
+    case.differs("the LoRA does something", reference, host.reference(NAME))
     before = split(_with_loras(host, host.load(NAME), 1))
     case.equal("before", host.sample(before, NAME), reference)
     for patcher in (before, *before.companions):
         places = {str(backup.weight.device) for backup in patcher.backup.values()}
         case.check(f"clean weights of {patcher.load_device} wait in host memory", places == {"cpu"}, places)
-    case.equal("before and after", host.sample(_with_loras(host, before, 2), NAME), _reference(host, 1, 2))
+    case.equal("before and after", host.sample(_with_loras(host, before, 2), NAME), host.reference(NAME, 1, 2))
 
 
 @case
@@ -49,7 +45,7 @@ def clones_of_a_split_with_different_loras(case: Case) -> None:
     divided = split(host.load(NAME))
     models = {seeds: _with_loras(host, divided, *seeds) for seeds in ((1,), (2,), ())}
     for seeds in ((1,), (2,), (), (1,)):
-        case.equal(f"LoRAs {seeds}", host.sample(models[seeds], NAME), _reference(host, *seeds))
+        case.equal(f"LoRAs {seeds}", host.sample(models[seeds], NAME), host.reference(NAME, *seeds))
         case.check("one set of weights on the other card", live_bytes(OTHER) == weights_on(divided, OTHER))
 
 
@@ -62,8 +58,8 @@ def split_after_plain_has_run(case: Case) -> None:
     case.check("the plain one is on the card", weights_on(plain, HOME) > 0)
     divided = split(plain)
     case.check("and leaves it", weights_on(plain, HOME) == 0, weights_on(plain, HOME))
-    case.equal("split, clean", host.sample(divided, NAME), _reference(host))
-    case.equal("plain again, clean", host.sample(plain, NAME), _reference(host))
+    case.equal("split, clean", host.sample(divided, NAME), host.reference(NAME))
+    case.equal("plain again, clean", host.sample(plain, NAME), host.reference(NAME))
 
 
 @case
@@ -74,9 +70,9 @@ def split_outlives_its_source(case: Case) -> None:
     host.sample(host.lora(plain, NAME, 1), NAME)
     del plain
     gc.collect()
-    case.equal("after the plain one is gone", host.sample(divided, NAME), _reference(host))
+    case.equal("after the plain one is gone", host.sample(divided, NAME), host.reference(NAME))
     host.unload_all()
-    case.equal("and after unloading", host.sample(divided, NAME), _reference(host))
+    case.equal("and after unloading", host.sample(divided, NAME), host.reference(NAME))
 
 
 @case
@@ -87,11 +83,11 @@ def clone_of_a_split(case: Case) -> None:
     case.check("is a split too", type(copy) is type(divided) and len(copy.companions) == 1, type(copy).__name__)
     case.check("of the same model", copy.is_clone(divided) and copy.model is divided.model)
     case.check("and what ComfyUI's nodes expect", isinstance(copy, type(host.load(NAME))), type(copy).__mro__)
-    case.equal("original", host.sample(divided, NAME), _reference(host))
-    case.equal("copy", host.sample(copy, NAME), _reference(host))
+    case.equal("original", host.sample(divided, NAME), host.reference(NAME))
+    case.equal("copy", host.sample(copy, NAME), host.reference(NAME))
     del divided
     gc.collect()
-    case.equal("copy alone", host.sample(copy, NAME), _reference(host))
+    case.equal("copy alone", host.sample(copy, NAME), host.reference(NAME))
 
 
 @case
@@ -138,7 +134,7 @@ def scheduled_lora_over_a_lora(case: Case) -> None:
     case.equal("as unsplit", _sample_scheduled(host, divided, keyframes=True), reference)
     host.free(OTHER)
     case.equal("after the other card was cleared", _sample_scheduled(host, divided, keyframes=True), reference)
-    case.equal("the LoRA alone", host.sample(divided, NAME), _reference(host, 2))
+    case.equal("the LoRA alone", host.sample(divided, NAME), host.reference(NAME, 2))
 
 
 @case
@@ -203,7 +199,7 @@ def merging_models(case: Case) -> None:
 def object_patches_inside_blocks(case: Case) -> None:
     """Packs replace layers and methods of blocks by name; each goes where the block is and comes off again."""
     host = case.host
-    clean = _reference(host)
+    clean = host.reference(NAME)
 
     def change(model: Any) -> Any:
         model = model.clone()
@@ -235,10 +231,10 @@ def weight_wrappers(case: Case) -> None:
         return model
 
     reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
-    case.differs("it does something", reference, _reference(host))
+    case.differs("it does something", reference, host.reference(NAME))
     divided = split(host.load(NAME))
     case.equal("after the split", host.sample(change(divided), NAME), reference)
-    case.equal("without it", host.sample(divided, NAME), _reference(host))
+    case.equal("without it", host.sample(divided, NAME), host.reference(NAME))
     case.equal("before the split", host.sample(split(change(host.load(NAME))), NAME), reference)
 
 
@@ -249,9 +245,9 @@ def split_of_a_split(case: Case) -> None:
     host.sample(once, NAME)
     twice = split(once, balance="manual", split_at=(1,))
     for number in range(2):
-        case.equal(f"twice, run {number}", host.sample(twice, NAME), _reference(host, 1))
-        case.equal(f"once, run {number}", host.sample(once, NAME), _reference(host, 1))
-    case.equal("with one more LoRA", host.sample(host.lora(twice, NAME, 2), NAME), _reference(host, 1, 2))
+        case.equal(f"twice, run {number}", host.sample(twice, NAME), host.reference(NAME, 1))
+        case.equal(f"once, run {number}", host.sample(once, NAME), host.reference(NAME, 1))
+    case.equal("with one more LoRA", host.sample(host.lora(twice, NAME, 2), NAME), host.reference(NAME, 1, 2))
 
 
 @case
@@ -260,8 +256,8 @@ def split_of_a_model_for_another_card(case: Case) -> None:
     host = case.host
     plain = host.lora(host.load(NAME, load_device=OTHER), NAME, 1)
     with host.machine.room_for(int(plain.model_size()) // 2, OTHER):
-        case.equal("plain", host.sample(plain, NAME), _reference(host, 1))
+        case.equal("plain", host.sample(plain, NAME), host.reference(NAME, 1))
         divided = split(plain)
-    case.equal("split", host.sample(divided, NAME), _reference(host, 1))
+    case.equal("split", host.sample(divided, NAME), host.reference(NAME, 1))
     case.check("home is card 0", divided.load_device == HOME and live_bytes(HOME) > 0, divided.load_device)
-    case.equal("plain again", host.sample(plain, NAME), _reference(host, 1))
+    case.equal("plain again", host.sample(plain, NAME), host.reference(NAME, 1))

@@ -13,7 +13,7 @@ from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER
 
 _Change = Callable[[Any], None]
-_STEPS = 3
+_STEPS = 2
 
 
 def _always(options: Any) -> bool:
@@ -21,8 +21,8 @@ def _always(options: Any) -> bool:
 
 
 def _later(model: Any) -> Callable[[Any], bool]:
-    """From the middle on, as a node with a start_percent."""
-    sigma = float(model.get_model_object("model_sampling").percent_to_sigma(0.5))
+    """From the second step on, as a node with a start_percent."""
+    sigma = float(model.get_model_object("model_sampling").percent_to_sigma(0.4))
     return lambda options: float(options["sigmas"].max()) <= sigma
 
 
@@ -86,7 +86,7 @@ def writers_before_blocks(case: Case) -> None:
         blocks = (_SECOND,) if name in ("wan_heads", "qwen_image") else (_SECOND, _SINGLE)
         changes = {
             f"{entry}, before the block": _writing_before(entry, *blocks),
-            f"{late}, from a later step on": _writing_before(late, *blocks, is_late=True),
+            f"{late}, from the second step on": _writing_before(late, *blocks, is_late=True),
         }
         _compare(case, name, changes)
 
@@ -127,7 +127,7 @@ def writers_of_tables_inside_the_attention(case: Case) -> None:
         return apply
 
     _compare(case, "qwen_image", {"pe, not returned": change(is_late=False)}, ("blocks",))
-    _compare(case, "flux1_heads", {"pe, not returned, from a later step on": change(is_late=True)}, ("blocks",))
+    _compare(case, "flux1_heads", {"pe, not returned, from the second step on": change(is_late=True)}, ("blocks",))
     host, name = case.host, "flux1_heads"
     changed = _changed(tensor(host.load(name)), change(is_late=False))
     case.refused("by tensor", lambda: host.sample(changed, name), RuntimeError, "attn1_patch", "way 'blocks'")
@@ -175,15 +175,15 @@ def writers_after_blocks_were_recorded(case: Case) -> None:
     host, name = case.host, "flux1_heads"
     plain = host.load(name, load_device=CPU)
     change = _writing_before("vec", _SECOND, _SINGLE, is_late=True)
-    clean = host.sample(plain, name, steps=5)
-    reference = host.sample(_changed(plain, change), name, steps=5)
+    clean = host.sample(plain, name, steps=4)
+    reference = host.sample(_changed(plain, change), name, steps=4)
     with replayed():
         divided = tensor(host.load(name), HOME, OTHER)
-        near(case, "recorded", host.sample(divided, name, steps=5), clean)
+        near(case, "recorded", host.sample(divided, name, steps=4), clean)
         graphs = bridge_of(divided).graphs
         assert graphs is not None
         before = graphs.num_replays
-        near(case, "with the writer", host.sample(_changed(divided, change), name, steps=5), reference)
+        near(case, "with the writer", host.sample(_changed(divided, change), name, steps=4), reference)
         case.check("nothing is replayed", before > 0 and graphs.num_replays == before, (before, graphs.num_replays))
-        near(case, "without it", host.sample(divided, name, steps=5), clean)
+        near(case, "without it", host.sample(divided, name, steps=4), clean)
         case.check("replayed again", graphs.num_replays > before, graphs.num_replays)

@@ -5,6 +5,7 @@ its model management, loader, patcher, nodes and samplers are its own.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ NUM_CARDS = 4
 CAPACITY_BYTES = 24 << 30
 HOME, OTHER, THIRD, _ = CARDS[:NUM_CARDS]
 _CPU = torch.device("cpu")
+_REFERENCES: dict[tuple[Any, ...], torch.Tensor] = {}
 _management = comfy.model_management
 
 
@@ -112,7 +114,7 @@ class Host:
         return comfy.sd.load_lora_for_models(model, None, dict(lora_weights(name, seed)), strength, 0)[0]
 
     def sample(
-        self, model: Any, name: str, *, cfg: float = 1.0, batch: int = 1, steps: int = 3, seed: int = 7,
+        self, model: Any, name: str, *, cfg: float = 1.0, batch: int = 1, steps: int = 2, seed: int = 7,
         positive: Any = None, negative: Any = None, latent: tuple[int, ...] | None = None,
         noise: torch.Tensor | None = None, noise_mask: torch.Tensor | None = None,
         callback: Callable[..., None] | None = None,
@@ -129,6 +131,21 @@ class Host:
             seed=seed,
         )  # fmt: skip
         return on_cpu(pack_latents(samples.unbind())[0] if samples.is_nested else samples).clone()
+
+    def reference(self, name: str, *loras: int, positive: Any = None, **options: Any) -> torch.Tensor:
+        """Latents of the whole model on the CPU, with the LoRAs of these seeds. Made once, unless of a condition."""
+
+        def made() -> torch.Tensor:
+            whole = self.load(name, load_device=_CPU)
+            model = functools.reduce(lambda model, seed: self.lora(model, name, seed), loras, whole)
+            return self.sample(model, name, positive=positive, **options)
+
+        if positive is not None:
+            return made()
+        key = name, *loras, *sorted(options.items())
+        if key not in _REFERENCES:
+            _REFERENCES[key] = made()
+        return _REFERENCES[key].clone()
 
     def free(self, device: torch.device) -> None:
         _management.free_memory(1e30, device)
