@@ -7,7 +7,6 @@ from typing import Any
 import comfy.hooks
 import comfy.model_management
 import comfy.sd
-import comfy_extras.nodes_model_merging as merging
 import torch
 from comfy.samplers import calc_cond_batch
 from devicebridge.nodes.host.split.attachments import reasons_against_overlap
@@ -80,18 +79,6 @@ def a_stand_in_keeps_the_original_weights(case: Case) -> None:
         stand_in.patches_uuid = uuid.uuid4()  # as registering a scheduled LoRA does
         case.equal(f"run {run}", host.sample(stand_in, NAME), reference)
         del stand_in
-
-
-@case
-def merging_out_of_a_loaded_split(case: Case) -> None:
-    """Weights read for merging are those of the file, also while a LoRA is baked into the loaded ones."""
-    host = case.host
-    node = merging.ModelMergeSimple()
-    plain = host.load(NAME, load_device=CPU)
-    reference = host.sample(node.merge(plain, host.lora(plain, NAME, 1), 0.5)[0], NAME)
-    tuned = host.lora(split(host.load(NAME)), NAME, 1)
-    host.sample(tuned, NAME)
-    case.equal("as unsplit", host.sample(node.merge(host.load(NAME), tuned, 0.5)[0], NAME), reference)
 
 
 def _bypass(model: Any) -> Any:

@@ -183,59 +183,47 @@ def _saved(model: Any) -> dict[str, torch.Tensor]:
 
 @case
 def merging_models(case: Case) -> None:
-    """ModelMergeSimple reads every weight of one MODEL into patches of another."""
-    host = case.host
-    node = merging.ModelMergeSimple()
-    tuned = host.lora(host.load(NAME), NAME, 1)
+    """ModelMergeSimple reads every weight of one MODEL into patches of another, those of the file, also while a LoRA is
+    baked into the loaded ones."""
+    host, node = case.host, merging.ModelMergeSimple()
     plain = host.load(NAME, load_device=CPU)
     reference = host.sample(node.merge(plain, host.lora(plain, NAME, 1), 0.5)[0], NAME)
-    merged = node.merge(split(host.load(NAME)), tuned, 0.5)[0]
+    merged = node.merge(split(host.load(NAME)), host.lora(host.load(NAME), NAME, 1), 0.5)[0]
     case.equal("a plain one into a split one", host.sample(merged, NAME), reference)
-    merged = node.merge(host.load(NAME), host.lora(split(host.load(NAME)), NAME, 1), 0.5)[0]
-    case.equal("a split one into a plain one", host.sample(merged, NAME), reference)
+    tuned = host.lora(split(host.load(NAME)), NAME, 1)
+    for when in ("before it is loaded", "loaded"):
+        merged = node.merge(host.load(NAME), tuned, 0.5)[0]
+        case.equal(f"a split one into a plain one, {when}", host.sample(merged, NAME), reference)
+        host.sample(tuned, NAME)
 
 
-@case
-def object_patches_inside_blocks(case: Case) -> None:
+def _other_layers(model: Any) -> Any:
     """Packs replace layers and methods of blocks by name; each goes where the block is and comes off again."""
-    host = case.host
-    clean = host.reference(NAME)
+    for key in ("double_blocks.0.img_mlp.1", "single_blocks.3.mlp_act"):
+        model.add_object_patch(f"diffusion_model.{key}", torch.nn.SiLU())
+    return model
 
-    def change(model: Any) -> Any:
-        model = model.clone()
-        for key in ("diffusion_model.double_blocks.0.img_mlp.1", "diffusion_model.single_blocks.3.mlp_act"):
-            model.add_object_patch(key, torch.nn.SiLU())
-        return model
 
-    reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
-    case.differs("it does something", reference, clean)
-    divided = split(host.load(NAME))
-    for when in ("first", "again"):
-        case.equal(f"after the split, {when}", host.sample(change(divided), NAME), reference)
-        case.equal(f"without it, {when}", host.sample(divided, NAME), clean)
-    case.equal("before the split", host.sample(split(change(host.load(NAME))), NAME), reference)
+def _other_weights(model: Any) -> Any:
+    """A function of a pack that is applied to a weight at every use, on whichever card it is."""
+    for key in ("double_blocks.0.img_mlp.0", "single_blocks.3.linear2"):
+        model.add_weight_wrapper(f"diffusion_model.{key}.weight", lambda weight: weight * 1.5)
+    return model
 
 
 @case
-def weight_wrappers(case: Case) -> None:
-    """A function of a pack that is applied to a weight at every use, on whichever card it is."""
-    host = case.host
-
-    def change(model: Any) -> Any:
-        model = model.clone()
-        for key in (
-            "diffusion_model.double_blocks.0.img_mlp.0.weight",
-            "diffusion_model.single_blocks.3.linear2.weight",
-        ):
-            model.add_weight_wrapper(key, lambda weight: weight * 1.5)
-        return model
-
-    reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
-    case.differs("it does something", reference, host.reference(NAME))
-    divided = split(host.load(NAME))
-    case.equal("after the split", host.sample(change(divided), NAME), reference)
-    case.equal("without it", host.sample(divided, NAME), host.reference(NAME))
-    case.equal("before the split", host.sample(split(change(host.load(NAME))), NAME), reference)
+def patches_of_layers_and_of_weights(case: Case) -> None:
+    host, clean = case.host, case.host.reference(NAME)
+    for change in (_other_layers, _other_weights):
+        reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
+        case.differs(f"{change.__name__}: it does something", reference, clean)
+        divided = split(host.load(NAME))
+        for when in ("first", "again"):
+            output = host.sample(change(divided.clone()), NAME)
+            case.equal(f"{change.__name__}: after the split, {when}", output, reference)
+            case.equal(f"{change.__name__}: without it, {when}", host.sample(divided, NAME), clean)
+        before = split(change(host.load(NAME)))
+        case.equal(f"{change.__name__}: before the split", host.sample(before, NAME), reference)
 
 
 @case
