@@ -1,7 +1,7 @@
 """One process with ComfyUI's Python: jobs on sounds, beside what ComfyUI's own nodes make of the same files.
 
-Takes ComfyUI's folder and a folder for files. Prints one line of JSON: {"song", "clip": [losses of a job on folders,
-losses of one on what the nodes made], "loaded": [files whose samples differ from Load Audio's], "refused": message}.
+Takes ComfyUI's folder and a folder for files. Prints one line of JSON: {model: [losses of a job on folders, losses of
+one on what the nodes made], "loaded": [files whose samples differ from Load Audio's], "refused": message}.
 """
 
 import functools
@@ -25,8 +25,9 @@ from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_ace import TextEncodeAceStepAudio15
 from comfy_extras.nodes_audio import VAEEncodeAudio, load
 from devicebridge.config.job import make_job
-from devicebridge.data.image import SoundRequest
+from devicebridge.data.image import ImageRequest, SoundRequest
 from devicebridge.data.sounds import probe_sound, read_sound
+from devicebridge.data.video import read_frames
 from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
@@ -35,6 +36,7 @@ from devicebridge.jobs.comfy_entries import ComfyEncoders
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job
 from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
+from devicebridge.nodes.host.native.files import load_vae
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.tests.comfy.native_conditions_worker import Latents, States
@@ -43,6 +45,7 @@ from devicebridge.tests.comfy.stock_encoders import _randomise, make_vae
 from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from devicebridge.tests.sounds import save_sound, wave
+from safetensors.torch import save_file
 
 ROOT = Path(sys.argv[2])
 SONG = {"bpm": 97, "timesignature": "3/4", "keyscale": "D minor", "language": "ja", "lyrics": "[verse]\nla (la)"}
@@ -67,7 +70,8 @@ def song_vae() -> comfy.sd.VAE:
         return comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
 
 
-def clip_vae() -> comfy.sd.VAE:
+def clip_vae() -> tuple[AudioVAE, dict[str, str]]:
+    """LTX-2's, and what its file says of it."""
     sizes = {
         "double_z": True, "mel_bins": 64, "z_channels": 8, "resolution": 256, "in_channels": 2, "out_ch": 2, "ch": 8,
         "ch_mult": [1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "mid_block_add_attention": False,
@@ -78,7 +82,7 @@ def clip_vae() -> comfy.sd.VAE:
     said = {"config": json.dumps({"audio_vae": {"model": {"params": {"ddconfig": sizes}}}, "vocoder": vocoder})}
     model = AudioVAE(said)
     _randomise(model, 3)
-    return comfy.sd.VAE(sd=model.state_dict(), metadata=said)
+    return model, said
 
 
 def losses_of(name: str, given: dict[str, tuple[dict[str, Any], ComfyEncoders]]) -> list[list[float]]:
@@ -129,44 +133,80 @@ def song() -> list[list[float]]:
     return losses_of("ACE-Step 1.5", given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
 
 
-def clip_with_sound() -> list[list[float]]:
-    """A clip whose sound lies beside it, against Concat AV Latent of what was cut and encoded here."""
-    (folder := ROOT / "clips").mkdir()
+class Pictures(Latents):
+    """As many latent frames as the model has of a clip."""
+
+    def __init__(self, side: int, channels: int) -> None:
+        super().__init__(is_video=True, side=side, channels=channels)
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        return super().encode(pixels)[:, :, :2]
+
+
+class Columns:
+    """A VAE of MiniMax H3's sound: means of 800 samples at 32000 per second."""
+
+    fingerprint = f"comfyui 0 VAE {'c' * 64}"
+
+    def encode_sound(self, waveform: torch.Tensor, rate: int, *, is_padded: bool) -> torch.Tensor:
+        assert rate == 32000 and is_padded
+        columns = torch.nn.functional.pad(waveform, (0, -waveform.shape[1] % 800)).unflatten(1, (-1, 800)).mean(2)
+        return columns.expand(1, 32, *columns.shape)
+
+    def release(self) -> None:
+        pass
+
+
+def samples(values: Any) -> torch.Tensor:
+    return torch.from_numpy(values.T / 2.0**15).float()
+
+
+def beside_a_clip(folder: Path) -> tuple[Any, torch.Tensor]:
+    """LTX-2: a file of nine frames' length less some, whose end is silent. The VAE comes out of a whole checkpoint."""
     save_sound(folder / "a.mkv", wave(0.4, 32000, 2, seed=9), 32000, num_frames=9)
     values = wave(0.3, 32000)
     save_sound(folder / "a.wav", values, 32000)
-    (folder / "a.txt").write_text("moves")
-    pictures, sounds = Latents(is_video=True, side=32, channels=128), clip_vae()
-    host = HostVae(sounds)
-    texts = SimpleNamespace(
-        fingerprint=States.fingerprint, encode=lambda text: [[torch.ones(1, 6, 24), {}]], release=int
-    )
-    heard = torch.nn.functional.pad(torch.from_numpy(values.T / 2.0**15).float(), (0, 9 * 1280 - len(values)))
+    model, said = clip_vae()
+    weights = {name.replace("autoencoder.", "audio_vae."): each for name, each in model.state_dict().items()}
+    path = ROOT / "checkpoint.safetensors"
+    save_file({**weights, "vae.decoder.conv_in.weight": torch.zeros(1)}, path, said)
+    heard = torch.nn.functional.pad(samples(values), (0, 9 * 1280 - len(values)))
     heard = torchaudio.functional.resample(heard, 32000, 44100)
     with torch.inference_mode():
-        sound = sounds.first_stage_model.encode(torch.nn.functional.pad(heard, (0, 4 * 4096 - heard.shape[1]))[None])
-    from devicebridge.data.image import ImageRequest
-    from devicebridge.data.video import read_frames
+        sound = model.encode(torch.nn.functional.pad(heard, (0, 4 * 4096 - heard.shape[1]))[None])
+    return HostVae(load_vae(str(path), of_clips=True)), sound[:, :, :9]
 
-    video = read_frames(ImageRequest(str(folder / "a.mkv"), (64, 64), (0, 0, 64, 64), tuple(range(9))))
-    stream = pictures.encode((((video + 1) * 127.5).round() / 255).permute(1, 2, 3, 0))[:, :, :2]
-    pair = read_pairs([{"samples": NestedTensor((stream, sound[:, :, :9]))}], [texts.encode("")])
-    encoded = save_encoded(pair, CacheStore(ROOT / "graph"))
-    cache = {"folder": str(ROOT / "cache"), "text_source": texts.fingerprint, "latent_source": Latents.fingerprint}
-    data = {"folders": [{"path": str(folder)}], "resolutions": [64], "frames": [9]}
-    encoders = ComfyEncoders(texts, Cut(pictures), audio_vae=host)
+
+def track_of_a_clip(folder: Path) -> tuple[Any, torch.Tensor]:
+    """MiniMax H3: 5 frames at 24 per second, of whose 8 columns the last goes beyond none."""
+    values = wave(0.4, 32000)
+    save_sound(folder / "a.mkv", values, 32000, num_frames=5, fps=24)
+    columns = torch.stack([samples(values)[:, 800 * column : 800 * column + 800].mean(1) for column in range(8)], dim=1)
+    return Columns(), columns.expand(1, 32, 2, 8)
+
+
+def clip(
+    name: str, frames: int, pictures: Pictures, width: int, make: Callable[[Path], tuple[Any, torch.Tensor]]
+) -> list[list[float]]:
+    """A clip with sound against Concat AV Latent of what was cut and encoded here."""
+    (folder := ROOT / f"clips of {name}").mkdir()
+    host, sound = make(folder)
+    states = [[torch.ones(1, 6, width), {}]]
+    texts = SimpleNamespace(fingerprint=States.fingerprint, encode=lambda text: states, release=int)
+    video = read_frames(ImageRequest(str(folder / "a.mkv"), (64, 64), (0, 0, 64, 64), tuple(range(frames))))
+    stream = pictures.encode((((video + 1) * 127.5).round() / 255).permute(1, 2, 3, 0))
+    encoded = save_encoded(
+        read_pairs([{"samples": NestedTensor((stream, sound))}], [states]), CacheStore(ROOT / "graph")
+    )
+    cache = {
+        "folder": str(ROOT / f"cache of {name}"),
+        "text_source": texts.fingerprint,
+        "latent_source": Latents.fingerprint,
+    }
+    data = {"folders": [{"path": str(folder)}], "resolutions": [64], "frames": [frames]}
+    encoders = ComfyEncoders(texts, pictures, audio_vae=host)
     given = {"folders": ({"data": data, "cache": {**cache, "audio_source": host.fingerprint}}, encoders)}
-    return losses_of("LTX-2", given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
-
-
-class Cut(Latents):
-    """As many latent frames as LTX-2 has of 9."""
-
-    def __init__(self, inner: Latents) -> None:
-        self._inner = inner
-
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self._inner.encode(pixels)[:, :, :2]
+    return losses_of(name, given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
 
 
 def not_as_loaded() -> list[str]:
@@ -194,7 +234,12 @@ if __name__ == "__main__":
     sound = torch.zeros(2, 4000)
     said = refusal(lambda: HostVae(make_vae("flux1")).encode_sound(sound, 8000))
     answer = {"loaded": not_as_loaded(), "refused": said}
-    for what, act, name in (("song", song, "ACE-Step 1.5"), ("clip", clip_with_sound, "LTX-2")):
+    jobs = {
+        "ACE-Step 1.5": song,
+        "LTX-2": functools.partial(clip, "LTX-2", 9, Pictures(32, 128), 24, beside_a_clip),
+        "MiniMax H3": functools.partial(clip, "MiniMax H3", 5, Pictures(16, 24), 48, track_of_a_clip),
+    }
+    for name, act in jobs.items():
         with small_sizes(TRAINED[name]):
-            answer[what] = act()
+            answer[name] = act()
     print(json.dumps(answer), flush=True)

@@ -14,9 +14,9 @@ def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_worker("sounds_worker.py", comfyui, tmp_path_factory.mktemp("sounds"))[-1]
 
 
-@pytest.mark.parametrize("what", ["song", "clip"])
-def test_a_job_on_files_trains_what_the_nodes_make_of_them(what: str, found: Any) -> None:
-    of_folders, of_graph = found[what]
+@pytest.mark.parametrize("model", ["ACE-Step 1.5", "LTX-2", "MiniMax H3"])
+def test_a_job_on_files_trains_what_the_nodes_make_of_them(model: str, found: Any) -> None:
+    of_folders, of_graph = found[model]
     assert of_folders == of_graph and len(of_folders) == 2 and min(of_folders) > 0
 
 
