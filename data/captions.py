@@ -225,8 +225,10 @@ def _add(found: Tables, file: Path, entries: Sequence[_Entry], names: Mapping[st
             raise ValueError(f"{each}: {each.name!r} is {' and '.join(names[place].values())}; name it with its ending")
         if image in found.entries:
             raise ValueError(f"{each}: {each.name!r} has captions in {found.entries[image]}, too; remove one of them")
-        found.entries[image] = each
-        if texts := _texts_of(each):
+        texts = _texts_of(each)
+        if texts or isinstance(each.value, dict) and _OF_SONGS.keys() & each.value.keys():
+            found.entries[image] = each
+        if texts:
             found.texts[image] = texts
 
 

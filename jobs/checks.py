@@ -231,6 +231,7 @@ def give_cautions(plan: JobPlan) -> None:
             *_odd_rate(plan.job.optimizer),
             _nothing_held(plan),
             _trained_on(plan),
+            _no_sound(plan),
             _zero_weights(plan),
             describe_expert(plan),
             _which_expert(plan),
@@ -281,6 +282,12 @@ def _nothing_held(plan: JobPlan) -> str:
     if not plan.job.objective.masked_prior or has_masks:
         return ""
     return "objective.masked_prior holds what loss masks leave black, and no image has one that is used; remove it"
+
+
+def _no_sound(plan: JobPlan) -> str:
+    if not plan.job.cache.has_sound or plan.encoded or any(sample.has_sound for sample in plan.samples):
+        return ""
+    return "cache.stock_audio_vae has no effect: no clip has a track of sound, or a sound file of its name"
 
 
 def _trained_on(plan: JobPlan) -> str:

@@ -118,18 +118,27 @@ class HostClip(_Encoder):
             "tokenizer": list(_tokenizer_facts(clip.tokenizer, "")),
         }
         self.fingerprint = _name("CLIP", clip.patcher, settings)
+        self._is_of_songs = type(clip.tokenizer).__name__ in _OF_SONGS
 
     def encode(self, text: str) -> Any:
-        """A CONDITIONING, as CLIPTextEncode gives it of this prompt, or of one that stands for a literal text."""
+        """A CONDITIONING, as CLIPTextEncode gives it of this prompt, or of one that stands for a literal text.
+
+        Of a song it is that of its own node, and of no text ConditioningZeroOut's, which these models sample against.
+        """
         import torch
 
         # As ComfyUI runs its nodes; it forgets recordings behind a node only.
         with torch.inference_mode(), outside(about="this CLIP"):
-            return self.asked.encode_from_tokens_scheduled(self.tokens(text))
+            made = self.asked.encode_from_tokens_scheduled(self.tokens(text))
+            if text or not self._is_of_songs:
+                return made
+            from nodes import ConditioningZeroOut  # ComfyUI's own
+
+            return ConditioningZeroOut().zero_out(made)[0]
 
     def tokens(self, text: str) -> Any:
         """What its tokenizer makes of a text: parts of (token, weight), by text encoder."""
-        if type(self.stock.tokenizer).__name__ not in _OF_SONGS:
+        if not self._is_of_songs:
             return self.asked.tokenize(text)
         tags, said = read_song(text)
         return self.asked.tokenize(tags, **said, generate_audio_codes=False)

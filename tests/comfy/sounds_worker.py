@@ -1,7 +1,8 @@
 """One process with ComfyUI's Python: jobs on sounds, beside what ComfyUI's own nodes make of the same files.
 
 Takes ComfyUI's folder and a folder for files. Prints one line of JSON: {model: [losses of a job on folders, losses of
-one on what the nodes made], "loaded": [files whose samples differ from Load Audio's], "refused": message}.
+one on what the nodes made], "dropped": numbers of an empty caption that are not zero, "loaded": [files whose samples
+differ from Load Audio's], "refused": message}.
 """
 
 import functools
@@ -233,7 +234,9 @@ def refusal(act: Callable[[], Any]) -> str:
 if __name__ == "__main__":
     sound = torch.zeros(2, 4000)
     said = refusal(lambda: HostVae(make_vae("flux1")).encode_sound(sound, 8000))
-    answer = {"loaded": not_as_loaded(), "refused": said}
+    (none,) = HostClip(tiny_clip()).encode("")
+    dropped = [int(torch.count_nonzero(each)) for each in (none[0], none[1]["conditioning_lyrics"])]
+    answer = {"loaded": not_as_loaded(), "refused": said, "dropped": dropped}
     jobs = {
         "ACE-Step 1.5": song,
         "LTX-2": functools.partial(clip, "LTX-2", 9, Pictures(32, 128), 24, beside_a_clip),

@@ -24,5 +24,9 @@ def test_files_are_decoded_as_load_audio_does(found: Any) -> None:
     assert found["loaded"] == []
 
 
+def test_a_song_without_caption_is_what_workflows_sample_against(found: Any) -> None:
+    assert found["dropped"] == [0, 0]
+
+
 def test_a_vae_of_pictures_is_refused_for_sound(found: Any) -> None:
     assert "3 channels" in found["refused"]
