@@ -32,6 +32,7 @@ class _Settings(NamedTuple):
     accumulation: int = 4
 
 
+_PLAN_ONLY = "plan_only"  # what the node's button adds to its inputs in a prompt, see web/js/nodes.js
 _LONGEST = 40  # characters of a word
 QUALITIES = ("quick", "normal", "thorough")
 _LARGE = 15e9  # parameters: FLUX.2-dev, Qwen-Image
@@ -150,7 +151,7 @@ class TrainLoraSimple(io.ComfyNode):
                 io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Load LoRA Model."),
                 io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -176,19 +177,23 @@ class TrainLoraSimple(io.ComfyNode):
         expert = expert_of(info)
         train: dict[str, Any] = SETTINGS[kind_of(info)][QUALITIES.index(quality)]._asdict()
         shown = ", ".join(f"{key} {value:g}" for key, value in train.items()).replace("_", " ")
+        decided = f"{quality}: {shown}"
         words = {"trigger_word": word, "default_caption": word, "resolutions": str(train.pop("resolution"))}
         (dataset,) = _run(cls, TrainingDatasetNode, folder=images, evaluation_folder=NONE, **words).args
         train["alpha"] = float(train["rank"])
-        if host.list_gpus():
-            # what does not fit is refused before captions are encoded
-            _run(cls, PlanTraining, model=chosen, dataset=dataset, cards="", **train)
+        entry = (cls.hidden.prompt or {}).get(cls.hidden.unique_id, {"inputs": {}})
+        is_plan = entry["inputs"].get(_PLAN_ONLY, False)
+        if is_plan or host.list_gpus():  # what does not fit is refused before captions are encoded
+            plan = _run(cls, PlanTraining, model=chosen, dataset=dataset, cards="", **train)
+            if is_plan:
+                return io.NodeOutput(*host.blocked(2), ui={**plan.ui, "text": (decided, *plan.ui["text"])})
         given = {link: each for link, each in stock.items() if each is not None}
         given |= {"text_encoders": folders.OWN_PART, "vae": folders.OWN_PART, "cache_folder": DEFAULT_FOLDER}
         (dataset,) = _run(cls, CacheCaptionsAndLatents, model=chosen, dataset=dataset, **given).args
         drawn = word if dataset.vae_file or "stock_vae" not in given else ""
         train |= {"name": name, "sample_prompts": drawn, "expert": expert}
         done = _run(cls, TrainLora, model=chosen, dataset=dataset, resume=None, **train)
-        ui = {**done.ui, "text": (f"{quality}: {shown}", *done.ui["text"])}
+        ui = {**done.ui, "text": (decided, *done.ui["text"])}
         return io.NodeOutput(done.args[0], done.args[3], ui=ui)
 
 

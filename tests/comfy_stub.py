@@ -87,7 +87,7 @@ class NodeOutput:
 
 
 class ComfyNode:
-    hidden = SimpleNamespace(unique_id="7")
+    hidden = SimpleNamespace(unique_id="7", prompt=None)
 
     @classmethod
     def define_schema(cls) -> Schema:
@@ -149,7 +149,7 @@ def _api() -> ModuleType:
         NodeOutput=NodeOutput,
         ComfyNode=ComfyNode,
         Input=object,
-        Hidden=SimpleNamespace(unique_id="UNIQUE_ID"),
+        Hidden=SimpleNamespace(unique_id="UNIQUE_ID", prompt="PROMPT"),
     )
     module.ComfyAPI = object  # type: ignore[attr-defined]
     module.ComfyExtension = ComfyExtension  # type: ignore[attr-defined]

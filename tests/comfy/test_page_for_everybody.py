@@ -224,6 +224,33 @@ def test_the_tab_shows_what_a_node_does_before_there_is_a_run(chromium, server, 
         assert page.locator(".db-run").get_by_role("button", name="Resume").count() == 0
 
 
+# What a training node's button sends to the queue.
+_PLANNED = """async (type) => {
+  const { api } = await import('/scripts/api.js')
+  const node = window.app.graph.nodes.find((each) => each.type === type)
+  const sent = new Promise((done) => {
+    api.queuePrompt = async (number, { output }) => done([output[node.id], output])
+  })
+  node.widgets.find((each) => each.name === 'plan').callback()
+  return sent
+}"""
+
+
+def test_a_training_nodes_button_plans_it_without_its_encoders(chromium, server, settings, tmp_path):
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        for template, node in ((TEMPLATE, "TrainLora"), ("simple_training_SDXL", "TrainLoraSimple")):
+            graph = read_workflow(ROOT / "example_workflows" / f"{template}.json")
+            page.evaluate("(graph) => window.app.loadGraphData(graph)", graph)
+            own, sent = page.evaluate(_PLANNED, f"DeviceBridge{node}")
+            kinds = sorted(each["class_type"].removeprefix("DeviceBridge") for each in sent.values())
+            if node == "TrainLora":
+                assert kinds == ["LoadModelForTraining", "PlanTraining", "Quantize", "TrainingDataset"]
+                assert (own["class_type"], own["inputs"]["cards"]) == ("DeviceBridgePlanTraining", "")
+                assert own["inputs"]["accumulation"] == 4
+            else:
+                assert kinds == [node] and own["inputs"]["plan_only"] is True and own["inputs"]["quality"] == "normal"
+
+
 @contextmanager
 def _full_panel(server: Server, name: str, num_waiting: int = 2) -> Iterator[Path]:
     """A run that seems to be under way, with curves, samples and checkpoints; jobs that wait; a folder of images."""

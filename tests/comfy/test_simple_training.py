@@ -56,8 +56,9 @@ def _small(server: Server, family: str = "", file: Path = Path(), **unet_config:
     assert finished.status == "success", finished.error
 
 
-def _train(server: Server, model: str, name: str, encoders: dict[str, Any] | None = None) -> Any:
+def _train(server: Server, model: str, name: str, encoders: dict[str, Any] | None = None, **more: Any) -> Any:
     sockets = {"model": model, "images": "simple_images", "trigger_word": "ohwx", "quality": "normal", "name": name}
+    sockets |= more
     graph: dict[str, Any] = {"train": {"class_type": "DeviceBridgeTrainLoraSimple", "inputs": sockets}}
     if encoders is not None:
         graph["encoders"] = {"class_type": "TestTinyEncoders", "inputs": {"seed": 0, **encoders}}
@@ -91,6 +92,8 @@ def test_a_model_folder_trains_with_its_own_encoders(server: Server, images: Pat
     folder = server.base / "models" / "diffusers" / f"simple_{family}"
     shutil.copytree(save_tiny_pipeline(tmp_path / family, family), folder)
     _small(server)
+    planned = _train(server, folder.name, "", plan_only=True)
+    assert planned.status == "error" and "plan was asked for" in planned.error, "there is no GPU, and it would plan"
     finished = _train(server, folder.name, "")
     assert finished.status == "success", finished.error
     shutil.rmtree(folder)

@@ -1,5 +1,6 @@
 // What nodes show of themselves: the loss of a training, and the blocks of a model by card.
 
+import { api } from '../../../scripts/api.js'
 import { app } from '../../../scripts/app.js'
 import { showFolder } from './dataset.js'
 import { fill, h, number } from './dom.js'
@@ -21,7 +22,10 @@ export function addToNode(node) {
   keepTextsLow(node)
   foldAdvanced(node)
   takeTexts(node)
-  if (TRAINING_NODES.includes(node.comfyClass)) addLoss(node)
+  if (TRAINING_NODES.includes(node.comfyClass)) {
+    addButton(node, 'plan', () => plan(node)).label = t('Hours and memory')
+    addLoss(node)
+  }
   if (node.comfyClass === 'DeviceBridgeTrainingDataset') addCaptions(node)
   if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
 }
@@ -44,6 +48,33 @@ function addCaptions(node) {
     if (!document.querySelector('.db-panel')) app.extensionManager.command.execute('Workspace.ToggleSidebarTab.devicebridge')
     showFolder(node.widgets.find((widget) => widget.name === 'folder')?.value)
   }).label = t('Captions and buckets')
+}
+
+/** What a training will take, before Run: in ComfyUI's queue the node runs alone, and plans in place of training. */
+async function plan(node) {
+  const { output, workflow } = await app.graphToPrompt()
+  const own = output[node.id]
+  if (!own) return // it is muted
+  own.inputs.plan_only = true
+  for (const name of ['stock_clip', 'stock_vae']) delete own.inputs[name] // no plan needs what they load
+  if (node.comfyClass === 'DeviceBridgeTrainLora') {
+    own.class_type = 'DeviceBridgePlanTraining' // which has sockets of the same names
+    own.inputs.cards = ''
+    const source = () => output[own.inputs.dataset?.[0]]
+    while (source()?.class_type === 'DeviceBridgeCacheCaptionsAndLatents') own.inputs.dataset = source().inputs.dataset
+  }
+  const needed = {}
+  const need = (id) => {
+    if (!output[id] || needed[id]) return
+    needed[id] = output[id]
+    Object.values(output[id].inputs).filter(Array.isArray).forEach(([source]) => need(source))
+  }
+  need(node.id)
+  try {
+    await api.queuePrompt(0, { output: needed, workflow })
+  } catch (error) {
+    app.extensionManager.toast.add({ severity: 'error', summary: 'DeviceBridge', detail: error.message, life: 6000 })
+  }
 }
 
 function addButton(node, name, action, options = {}) {

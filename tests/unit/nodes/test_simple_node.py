@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +93,16 @@ def test_what_does_not_fit_is_refused_before_captions_are_encoded(nodes, simple,
     (job,) = asked
     assert (job.lora.rank, job.train.gradient_accumulation_steps, job.data.resolutions) == (2, 1, (32,))
     assert job.data.folders[0].caption == job.data.trigger_word == "ohwx dog"
+
+
+def test_the_nodes_button_plans_and_trains_nothing(simple: Any, host: comfy_stub.FakeHost, monkeypatch: Any) -> None:
+    error = NoForecast("a UNet", "no two blocks are alike", "2 steps take an hour")
+    monkeypatch.setattr(job_module, "plan_job", mock.Mock(side_effect=error))
+    asked = SimpleNamespace(unique_id="7", prompt={"7": {"inputs": {"plan_only": True}}})
+    monkeypatch.setattr(simple.TrainLoraSimple, "hidden", asked)
+    output = simple.TrainLoraSimple.execute(**_sockets())
+    assert "steps 2" in output.ui["text"][0] and "an hour" in output.ui["text"][1] and len(output.args) == 2
+    assert not (host.root / "output" / "devicebridge" / "ohwx_dog").exists()
 
 
 def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
