@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 
@@ -20,13 +20,14 @@ from .cards import Kept
 
 _VERSION = 2  # of the proof; raise it when more has to be proved
 _NAMES = re.compile(r'[\w.=@+?/~:" {}\[\],-]{0,40000}')  # and paths of arguments, as JSON
+Row = TypeVar("Row", TokenPlan, tuple[str, ...])
 _STRICT = pydantic.ConfigDict(extra="forbid")
 
 
-def _of_names(plan: TokenPlan) -> TokenPlan:
-    if not _NAMES.fullmatch(json.dumps(asdict(plan))):
+def _of_names(row: Row) -> Row:
+    if not _NAMES.fullmatch(json.dumps(asdict(row) if isinstance(row, TokenPlan) else row)):
         raise ValueError("a row holds something else than names")
-    return plan
+    return row
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -43,11 +44,30 @@ class Verdict:
     has_gradients: bool = False
 
 
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class Blocks:
+    """What became of a training with one kind of inputs.
+
+    Args:
+        refused: why its gradients are not trusted; "" where they were proved.
+        lists: of blocks, in the order in which a forward calls them.
+        tail: modules that are called behind the last block. Without one nobody knows what a pipeline would need.
+    """
+
+    lists: Annotated[tuple[str, ...], pydantic.AfterValidator(_of_names)]
+    tail: Annotated[tuple[str, ...], pydantic.AfterValidator(_of_names)] = ()
+    refused: Annotated[str, pydantic.Field(max_length=4000)] = ""
+
+
 class DerivedRows:
-    """The file of one class. Args: key: everything that its rows depend on but the inputs."""
+    """The files of one class. Args: key: everything that its rows depend on but the inputs.
+
+    `trained` is what a training knows, by kind of inputs.
+    """
 
     def __init__(self, key: Mapping[str, Any]) -> None:
         self._kept = Kept("rows-", {**key, "version": _VERSION}, dict[str, Verdict])
+        self.trained = Kept("trained-", {**key, "version": _VERSION}, dict[str, Blocks])
 
     @property
     def path(self) -> Path:

@@ -56,7 +56,8 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
   latent formats and detection. Tests run where ComfyUI has the class. README's number of models leaves these rows out.
 
 Splits and divided blocks for sampling have a guide of their own: [split models](guides/split_models.md). A class in no
-table is split by blocks. *derived*: where its tokens are is found and proved on your machine, or refused, as
+table is split by blocks. A LoRA of it is trained once `devicebridge examine` has proved its gradients on your machine,
+as a pipeline where the forward allows one. *derived*: where its tokens are is found and proved there, or refused, as
 [for models that no list has](guides/split_models.md#models-that-no-list-has).
 """
 

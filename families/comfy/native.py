@@ -123,6 +123,8 @@ class NativeModel:
     # signatures of the inputs that it was proved for (nodes/host/split/deriving.py).
     derived_tokens: TokenPlan | None = None
     derived_inputs: tuple[str, ...] = ()
+    # Kinds of inputs with which gradients of a class that nobody has described were proved on this machine.
+    trained_inputs: tuple[str, ...] = ()
     # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward
     # should be watched like an unknown class's.
     is_derived: bool = False

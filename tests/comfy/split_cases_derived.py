@@ -17,10 +17,11 @@ from unittest import mock
 import torch
 from devicebridge.families.comfy import registry, token_plans
 from devicebridge.nodes.host.native.model import native_training, plain_attention
-from devicebridge.nodes.host.split import deriving
+from devicebridge.nodes.host.split import deriving, gradients
 from devicebridge.nodes.host.split.attachments import OVERRIDE
 from devicebridge.nodes.host.split.deriving import Cards, find_rows, small_forwards
-from devicebridge.nodes.host.split.examine import examine, gradient_fault, gradients_of
+from devicebridge.nodes.host.split.examine import examine
+from devicebridge.nodes.host.split.gradients import gradient_fault, gradients_of, trained_blocks, worst
 from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.shown_inputs import ShownInputs
 from devicebridge.parallel.block_lists import find_block_lists
@@ -33,15 +34,18 @@ from devicebridge.tests.comfy.derived_classes import (
     SEEN_LATER,
     TEXT,
     UNSEEN,
+    WIDTH,
     Keeping,
     Late,
     Mutated,
+    Mutation,
     filled,
     in_bfloat16,
 )
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import rand, with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
+from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_cases_tensor import near
 from devicebridge.tests.comfy.split_cases_ways import FAST_LINK, _machine, _way_of
 from devicebridge.tests.comfy.split_classes import DERIVED
@@ -196,8 +200,11 @@ def _compare_gradients(case: Case) -> None:
         small = small_forwards(cards, given)[0].given
         with native_training():
             expected, found = (gradients_of(cards, each, small) for each in (None, plan))
-        apart = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if b.ndim > 2)
+        inputs = [key for key, each in expected.items() if key.startswith("input ") and each.ndim > 2]
+        apart = worst(*({key: of[key] for key in inputs} for of in (found, expected)))[0]
         case.check(f"{name}: gradients", apart < 1e-6, apart)
+        apart = worst(found, expected)[0]
+        case.check(f"{name}: gradients of a LoRA", apart < NEAR, apart)
     _compare_sizes(case)
     with mock.patch.object(token_training, "map_tensors", lambda output, change: output):
         case.check("counted twice", "differ" in gradient_fault(cards, plan, given))
@@ -224,6 +231,84 @@ def _compare_sizes(case: Case) -> None:
         else:
             case.check(f"{size}", bool(act().isfinite().all()))
     rows.remove()
+
+
+class _Wrong(torch.autograd.Function):
+    """Its gradient is a tenth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 1.1 * gradient
+
+
+# What blocks do beside -> what is said of it.
+_UNTRAINED = {
+    "a part without a gradient": (lambda x: x + 0.5 * x.detach(), "slopes"),
+    "no gradient": (lambda x: x.detach(), "has no gradient"),
+    "a wrong gradient": (_Wrong.apply, "slopes"),
+}
+
+
+@case
+def derived_trainings(case: Case) -> None:
+    """What gradients are right is trained by blocks, a pipeline where only its tail is behind them; no other is."""
+    with torch.inference_mode(False), torch.no_grad():
+        _compare_trainings(case)
+
+
+def _compare_trainings(case: Case) -> None:
+    def found(model: nn.Module) -> Any:
+        return trained_blocks(_cards(model), _given())
+
+    plain = found(filled(Mutated()))
+    case.check(
+        "unchanged it is trained", (plain.lists, plain.tail, plain.refused) == (("blocks",), ("out",), ""), plain
+    )
+    in_turn = found(filled(UNSEEN["flux3"]()))
+    case.check("lists in turn have no pipeline", (in_turn.tail, in_turn.refused) == ((), ""), in_turn)
+    for name, (mix, word) in _UNTRAINED.items():
+        refused = found(filled(Mutated(Mutation(mix=mix)))).refused
+        case.check(name, word in refused, refused)
+    with mock.patch.object(gradients, "_slope_fault", lambda *given: ""):
+        case.check("unseen without slopes", not found(filled(Mutated(Mutation(mix=_Wrong.apply)))).refused)
+    taking, writing, behind = (filled(Mutated()) for _ in range(3))
+    first = taking.blocks[0]
+    first.__dict__["mutation"] = Mutation(mix=lambda x: x + x @ first.out.weight)
+    case.check("weights out of their layers", "first" not in (said := found(taking).refused) and "LoRA" in said, said)
+    with mock.patch.object(gradients, "_weights_in_their_layers", lambda model: contextlib.nullcontext()):
+        case.check("unseen where they stay", "LoRA" not in (said := found(taking).refused), said)
+    writing.blocks[0].register_forward_hook(lambda module, args, output: (args[2].mul_(0.5), None)[1])
+    case.check("what other blocks have is written into", bool(said := found(writing).refused), said)
+    behind.of_blocks = lambda *given: Mutated.of_blocks(behind, *given) + given[2][..., :WIDTH]
+    case.check(
+        "no pipeline computes at home behind its blocks", (made := found(behind)).tail == () and not made.refused, made
+    )
+
+
+@case
+def derived_other_inputs(case: Case) -> None:
+    """References are derived anew, as they are inputs of their own; a ControlNet is refused by name."""
+    host, name = case.host, "flux1"
+    plain, beside = FAMILIES[name].condition(1), FAMILIES[name].condition(1)
+    beside[0][1]["reference_latents"] = [rand(1, 16, 4, 6)]
+    unsplit = host.load(name, load_device=CPU)
+    expected = [host.sample(unsplit, name, positive=each) for each in (plain, beside)]
+    case.differs("they do something", *expected)
+    host.unload_all()
+    controlled = FAMILIES[name].condition(1)
+    controlled[0][1] |= {"control": Residuals(_RESIDUALS[name]), "control_apply_to_uncond": True}
+    with nobody_described():
+        shared = split(host.load(name), way="tokens")
+        with mock.patch.object(deriving, "find_rows", wraps=deriving.find_rows) as found:
+            for what, positive, wanted in zip(("plain", "with a reference"), (plain, beside), expected, strict=True):
+                near(case, what, host.sample(shared, name, positive=positive), wanted, NEAR)
+        case.check("each derived", found.call_count == 2, found.call_count)
+        refused = functools.partial(host.sample, shared, name, positive=controlled)
+        case.refused("a ControlNet", refused, RuntimeError, "ControlNet", "way 'blocks'")
 
 
 def _unseen(host: Host, model: nn.Module) -> Any:

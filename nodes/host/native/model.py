@@ -22,14 +22,15 @@ from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.local.tokens import HERE, RowsError
 from ....parallel.offload.in_place import InPlaceGuard
 from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
-from ....patches.hooks import HookSet, parameters_on_meta
+from ....patches.hooks import parameters_on_meta
 from ....patches.lora import is_lora_name
-from ..split.shown_inputs import Innermost, ShownInputs
+from ..split.shown_inputs import Innermost, ShownInputs, innermost_of
 from .drawing import FLOWS, ComfyDecoding, ComfySteps, time_at
 from .lora import map_lora, read_lora
 from .text import PARTS, attach_text_encoders, class_of_clip, encoded, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
+_ROW = "_devicebridge_row"  # its NativeModel
 _FOR_ADAPTER = (("t5xxl_ids",), ("t5xxl_weights",))  # what Anima's is given beside the text
 _LAST_OF_ADAPTER = "llm_adapter.out_proj.weight"
 _COUNTED = (("attention_mask",), ("minimax_token_tags",))  # options that models count or list
@@ -65,7 +66,7 @@ class ComfyModel:
         model: nn.Module = base.diffusion_model
         # The last that apply_model does; in its place, what the network itself said.
         base.model_sampling.__dict__["calculate_denoised"] = lambda sigma, output, x: output
-        model.__dict__[_BASE] = base
+        model.__dict__[_BASE], model.__dict__[_ROW] = base, self._row
         model.__class__ = _trained_class(type(model))  # type: ignore[arg-type]
         names = {name.removeprefix(self._prefix) for name in self._names}
         for prefix, module in model.named_modules():  # buffers that the file lacks are computed, as ComfyUI leaves them
@@ -167,8 +168,7 @@ class ComfyModel:
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": plain_attention}
         if self._row.forgets_if_patched:
             options["patches_replace"] = {"dit": {"of no block": None}}
-        with _known_inputs(model, self._row):
-            output = base.apply_model(x, sigmas, transformer_options=options, **arguments)
+        output = base.apply_model(x, sigmas, transformer_options=options, **arguments)
         made: torch.Tensor = output.reshape(noisy.shape)
         return made
 
@@ -288,27 +288,24 @@ class _Said(dict[str, Any]):
         return self[name]
 
 
-@contextmanager
-def _known_inputs(model: nn.Module, row: NativeModel) -> Iterator[None]:
-    """Inside, a forward that devices share out by derived rows raises RowsError unless these know such inputs."""
-    if row.derived_tokens is None or HERE.parallel is None:
-        yield
+def _check_known(model: nn.Module, row: NativeModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Of a forward by what was derived. Raises: ValueError for inputs with which that was not proved, and RowsError
+    where devices share out its rows."""
+    has_tokens = row.derived_tokens is not None and HERE.parallel is not None
+    if not (has_tokens or row.trained_inputs):
         return
-    innermost, hooks = Innermost(model), HookSet()
-
-    def check(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if ShownInputs(innermost.arguments(args, kwargs)).signature not in row.derived_inputs:
-            raise RowsError(
-                f"where the tokens of {row.class_name} are was proved for other inputs, such as one sample without "
-                'references; set parallel.strategy to "auto", or train.batch_size to 1'
-            )
-        return own(*args, **kwargs)
-
-    hooks.around_method(model, innermost.method, check)
-    try:
-        yield
-    finally:
-        hooks.remove()
+    shown = ShownInputs(Innermost(model).arguments(args, kwargs))
+    if has_tokens and shown.signature not in row.derived_inputs:
+        raise RowsError(
+            f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as "
+            'one sample without references; set parallel.strategy to "auto", or train.batch_size to 1'
+        )
+    if row.trained_inputs and shown.kind not in row.trained_inputs:
+        raise ValueError(
+            f"the gradients of {row.class_name}, which nobody has described, were proved for other inputs than this "
+            "sample has: `devicebridge examine` shows one sample with a text, pooled or masked, and no reference; set "
+            "train.batch_size to 1, and leave out what else the conditioning has"
+        )
 
 
 def _joined(parts: Any) -> Any:
@@ -372,15 +369,21 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
             return self
 
         def enable_gradient_checkpointing(self, checkpoint: Checkpoint) -> None:
-            from ....families.comfy.registry import find_native
-
-            row = find_native(type(self))
-            assert row is not None
+            row = self.__dict__[_ROW]
             checkpoint_calls(_called(self, row), checkpoint, row.passed_by)
             if TEXT_ENCODERS in self._modules:
                 recompute_layers(getattr(self, TEXT_ENCODERS))
             self.is_gradient_checkpointing = True
 
+    name = innermost_of(cls)
+    own: Any = getattr(cls, name)
+
+    @functools.wraps(own)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_known(self, self.__dict__[_ROW], args, kwargs)
+        return own(self, *args, **kwargs)
+
+    setattr(Trained, name, checked)
     Trained.__name__, Trained.__qualname__, Trained.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Trained
 

@@ -94,14 +94,13 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     config.set_inference_dtype(getattr(torch, dtype), None)
     make = functools.partial(build, config, names, prefix, torch.device("meta"))
     base = ask_comfyui(path, "build the model of", make)
-    row = find_native(type(base.diffusion_model))
-    row = None if row is None else trained_row(row)
+    from ..split.deriving import with_derived_rows  # which bring ComfyUI
+    from ..split.plan import layout_of
+
+    row = trained_row(find_native(type(base.diffusion_model)) or layout_of(base.diffusion_model))
+    row = with_derived_rows(row, base.diffusion_model)
     if reason := _why_not(base, row):
         raise ValueError(f"{type(base.diffusion_model).__name__} cannot be trained here: {reason}")
-    assert row is not None
-    from ..split.deriving import with_derived_tokens  # which brings ComfyUI
-
-    row = with_derived_tokens(row, base.diffusion_model)
     tensors = ask_comfyui(path, "rename the tensors of", functools.partial(follow, config, records))
     if made := [name for name, record in tensors.items() if record is None]:
         raise ValueError(
@@ -161,13 +160,16 @@ def trained_row(row: NativeModel) -> NativeModel:
     return replace(row, block_lists=row.main_lists, optional=optional, follows={}, transport="relay")
 
 
-def _why_not(base: Any, row: NativeModel | None) -> str:
+def _why_not(base: Any, row: NativeModel) -> str:
     """Why a class is refused; "" if it is not."""
-    if row is None:
-        return "nobody has described where its blocks are"
     if row.refusal or row.untrained:
         return row.refusal or row.untrained
-    if row.per_device or row.remembers and not row.forgets_if_patched or row.is_watched:
+    if row.is_watched and not row.trained_inputs:
+        return (
+            "nobody has described it, and nobody has compared its gradients; `devicebridge examine` with its file does "
+            "that, and what is proved is trained"
+        )
+    if row.per_device or row.remembers and not row.forgets_if_patched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
     if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV") and not silence_of(base.latent_format):
         return f"a model of type {kind} needs more than a caption and one latent"
@@ -258,9 +260,8 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
     tail = {module: name for name, module in model.named_modules()}
     blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
     lists = tuple(name for name in row.block_lists if any(each.startswith(f"{name}.") for each in blocks))
-    described = find_native(type(model))
-    assert described is not None
-    every = (*lists, *(name for name in described.follows if hasattr(model, name)))
+    follows = (find_native(type(model)) or row).follows
+    every = (*lists, *(name for name in follows if hasattr(model, name)))
     unused: Any = dict.fromkeys(("make_inputs", "read_prediction", "encode_latents", "decode_latents"), _unused)
     family = spec.ModelFamily(
         name=COMFYUI,

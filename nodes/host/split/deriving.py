@@ -342,11 +342,24 @@ def _source(modules: Collection[str]) -> str:
         return uuid.uuid4().hex
 
 
-def with_derived_tokens(row: NativeModel, model: nn.Module) -> NativeModel:
-    """The row with what was derived and proved on this machine, gradients among it, where no plan is written."""
+def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
+    """The row with what was derived and proved on this machine, gradients among it: the blocks of a class that nobody
+    has described, and where tokens are, unless a plan is written."""
+    rows = rows_of(model)
+    if row.is_watched and (trained := rows.trained.read()):
+        proved = {kind: each for kind, each in trained.items() if not each.refused}
+        row = replace(
+            row,
+            takes_one=True,
+            trained_inputs=tuple(proved),
+            untrained=row.untrained or ("" if proved else next(iter(trained.values())).refused),
+        )
+        blocks = set(proved.values())
+        if len(blocks) == 1 and (of_all := blocks.pop()).tail:  # what a pipeline needs
+            row = replace(row, block_lists=of_all.lists, tail=of_all.tail, transport="stream")
     if row.class_name in TOKEN_PLANS or row.class_name in NO_TOKENS:
         return row
-    proved = {kind: each for kind, each in rows_of(model).verdicts().items() if each.has_gradients and each.row}
+    proved = {kind: each for kind, each in rows.verdicts().items() if each.has_gradients and each.row}
     first = next((each.row for each in proved.values()), None)
     alike = tuple(kind for kind, each in proved.items() if each.row == first)
     return replace(row, derived_tokens=first, derived_inputs=alike)

@@ -50,11 +50,16 @@ class Size(NamedTuple):
     level: float = 1.0
 
 
+def innermost_of(cls: type[nn.Module]) -> str:
+    """The method of a class that its wrappers are around."""
+    return "_forward" if hasattr(cls, "_forward") else "forward"
+
+
 class Innermost:
     """The forward of a class that its wrappers are around, or its only one."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.method = "_forward" if hasattr(type(model), "_forward") else "forward"
+        self.method = innermost_of(type(model))
         self._signature = inspect.signature(getattr(model, self.method))
         kinds = self._signature.parameters.values()
         self._rest = next((each.name for each in kinds if each.kind is each.VAR_KEYWORD), "")
@@ -87,8 +92,14 @@ class ShownInputs:
 
     @property
     def signature(self) -> str:
-        """Of the kind of inputs."""
+        """Of the kind of inputs, for tokens."""
         kinds = ([path, *self._kind(path, leaf)] for path, leaf in self._leaves)
+        return settings_fingerprint(sorted(kinds, key=str))[:24]
+
+    @property
+    def kind(self) -> str:
+        """The same for a forward of whole rows: of what is counted, such as tokens of a text, any number."""
+        kinds = ([path, *(("n",) if type(leaf) is int else self._kind(path, leaf))] for path, leaf in self._leaves)
         return settings_fingerprint(sorted(kinds, key=str))[:24]
 
     @property
