@@ -186,10 +186,11 @@ def describe_samples(samples: Sequence[Sample]) -> str:
         tracks = len({each.path for each in parts}) - own
         seconds = sum(each.length_s for each in parts)
         said += f"\nsounds: {own} files, {tracks} tracks of clips; {len(parts)} parts of {seconds:.1f} s in all"
-    folders = Counter(Path(each.path).parent.name for each in samples)
-    images = Counter(Path(path).parent.name for path in by_path)
+    folders, images = (Counter(Path(path).parent for path in paths) for paths in ([s.path for s in samples], by_path))
     if len(folders) > 1:
-        said += "\nfolders: " + ", ".join(f"{each} ({images[each]}, {folders[each]} per epoch)" for each in folders)
+        names = Counter(each.name for each in folders)
+        named = {each: each.name if names[each.name] == 1 else each for each in folders}
+        said += "\nfolders: " + ", ".join(f"{named[f]} ({images[f]}, {folders[f]} per epoch)" for f in folders)
     return said
 
 

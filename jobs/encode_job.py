@@ -266,27 +266,30 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     return {key: f"{kinds[request]} {request.path}" for request, key in images.items()}
 
 
-def _captions(plan: JobPlan) -> list[str]:
+def captions_of(job: JobConfig, samples: Iterable[Sample]) -> list[str]:
     """Of all samples, the empty one, and the prompts that pictures are drawn of.
 
     Where the text encoder is shown a sample's references, the sample's own caption is encoded with them.
     """
-    samples = () if _has_own_texts(plan) else (*plan.samples, *plan.eval_samples)
-    captions = {caption for sample in samples for caption in sample.captions}
-    return sorted({"", *captions, *plan.job.samples.prompts})
+    captions = set() if _has_own_texts(job) else {caption for sample in samples for caption in sample.captions}
+    return sorted({"", *captions, *job.samples.prompts})
+
+
+def _captions(plan: JobPlan) -> list[str]:
+    return captions_of(plan.job, (*plan.samples, *plan.eval_samples))
 
 
 def _sharing(plan: JobPlan) -> set[str]:
     """Captions whose entries may share a batch."""
-    if plan.job.train.batch_size == 1 or _has_own_texts(plan):
+    if plan.job.train.batch_size == 1 or _has_own_texts(plan.job):
         return set()
     captions = {caption for sample in plan.samples for caption in sample.captions}
     return captions | ({""} if plan.job.data.caption_dropout else set())
 
 
-def _has_own_texts(plan: JobPlan) -> bool:
+def _has_own_texts(job: JobConfig) -> bool:
     """Whether the texts of samples are in the entries of their conditions."""
-    way = WAYS.get(plan.job.data.condition)
+    way = WAYS.get(job.data.condition)
     return way is not None and way.reads_text
 
 

@@ -40,6 +40,7 @@ class Subject:
         text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
         beside_bytes: of weights that the first device holds beside the model.
         has_empty_caption: whether a sample has one, or may be given one.
+        disk_note: how much of the disk its texts take, where that is much.
     """
 
     info: CheckpointInfo
@@ -51,6 +52,7 @@ class Subject:
     text: SampleText | None = None
     beside_bytes: int = 0
     has_empty_caption: bool = False
+    disk_note: str = ""
 
 
 def place_by_size(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..families.comfy.conditions import evaluation_problem, vision_problem, way_
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.comfy.text_sizes import CLIP_PARTS
 from ..families.spec import LatentSpec, Variant
-from ..planning.dry_run import SampleText
+from ..planning.dry_run import BY_FOREIGN_CODE, META, SampleText, make_text
 from ..planning.question import make_square
 from ..training.adapter import find_targets
 from .comfy_entries import (
@@ -37,11 +38,12 @@ from .comfy_entries import (
     refuse_condition,
     resolution_of,
 )
-from .encode_job import cache_store, text_keys, wanted_conditions
+from .encode_job import cache_store, captions_of, text_keys, wanted_conditions
 from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
 
 _log = logging.getLogger(__name__)
+_MUCH_BYTES = 10**9  # of a disk
 _ELEMENT_SIZE = 4  # of text encoders that are trained: they compute in float32, and are held so
 
 
@@ -67,6 +69,7 @@ class ReadJob:
     @property
     def subject(self) -> Subject:
         """What decides how it is trained."""
+        text = self._longest_text()
         return Subject(
             self.info,
             self.variant,
@@ -74,7 +77,8 @@ class ReadJob:
             largest=self._largest(),
             train=sizes_of(self.encoded or self.samples),
             alone=sizes_of(self.eval_samples),
-            text=self._longest_text(),
+            text=text,
+            disk_note=self._disk_note(text),
             beside_bytes=text_encoder_bytes(self.job),
             has_empty_caption=self.job.data.caption_dropout > 0
             or not all(caption.strip() for each in self.samples for caption in each.captions),
@@ -121,6 +125,25 @@ class ReadJob:
             if each.sound and each.frames and comfy:
                 found.append(tuple(side or each.sound.cells for side in comfy.sound))
         return max(found, key=math.prod, default=())
+
+    def _disk_note(self, text: SampleText | None) -> str:
+        """How much of the disk its texts take, where that is much; "" also where nobody knows how large one is."""
+        if self.encoded or self.job.lora.text_encoder:
+            return ""
+        samples, store = (*self.samples, *self.eval_samples), cache_store(self.job).folder
+        count = len(captions_of(self.job, samples)) + len(wanted_conditions(self.job, self.samples, self.eval_samples))
+        try:
+            made = make_text(self.info, self.variant, text, getattr(torch, self.job.cache.dtype), META)
+        except (ValueError, *BY_FOREIGN_CODE):
+            return ""
+        size = sum(each.nbytes for each in made.values())
+        if count * size < _MUCH_BYTES:
+            return ""
+        there = next(each for each in (store, *store.absolute().parents) if each.is_dir())
+        return (
+            f"{count} texts of about {size / 1e6:.1f} MB each take {count * size / 1e9:.1f} GB of the disk in {store}, "
+            f"where {shutil.disk_usage(there).free / 1e9:.1f} GB are free"
+        )
 
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""

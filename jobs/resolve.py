@@ -364,9 +364,10 @@ def plan_on(
         text=subject.text,
     )
     try:
-        return plan_training(question)
+        found = plan_training(question)
     except NoForecast as error:
         raise NoForecast(title, error.reason, _time_by_work(job, subject, machine.cards)) from None
+    return replace(found, notes=(*found.notes, subject.disk_note)) if subject.disk_note else found
 
 
 def _time_by_work(job: JobConfig, subject: Subject, cards: Sequence[Card]) -> str:

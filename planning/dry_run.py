@@ -46,7 +46,7 @@ _TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs c
 _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 # What code that was not written for tensors without data may raise.
-_BY_FOREIGN_CODE = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
+BY_FOREIGN_CODE = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
 
 
 class NoForecast(ValueError):
@@ -247,7 +247,7 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
                 loss = loss + prediction_loss(prediction, prior)
             del prediction
             loss.backward()
-    except _BY_FOREIGN_CODE as error:
+    except BY_FOREIGN_CODE as error:
         if family.host is None or isinstance(error, OneDeviceError):
             raise
         said = f"its forward does not run without numbers, or without all blocks ({type(error).__name__}: {error})"
@@ -256,11 +256,32 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
 
 def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:
     """Text and conditions of the sizes that training has."""
-    batch, device = work.batch_size, latents.device
+    batch = work.batch_size
+    states = make_text(info, variant, work.text, work.dtype, latents.device, batch)
     if info.family.host is not None:
-        text = {} if work.text is None else work.text.without_streams.tensors
-        given = info.family.host.example(batch, device, text or None)
-        return given | {f"{STREAM}{n}": latents.new_empty(batch, 0, *each) for n, each in enumerate(work.streams)}
+        return states | {f"{STREAM}{n}": latents.new_empty(batch, 0, *each) for n, each in enumerate(work.streams)}
+    if variant.condition == "first_frame":
+        size = batch, info.config["in_channels"] - latents.shape[1], *latents.shape[2:]
+        states["image_condition"] = latents.new_empty(size, dtype=work.dtype)
+    if variant.condition == "first_latents":
+        states["first_latents"] = latents[:, :, :1].to(work.dtype, copy=True)
+    return states
+
+
+def make_text(
+    info: CheckpointInfo,
+    variant: Variant,
+    text: SampleText | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Text of the sizes that training has, by name. text: what one sample has, where that is known.
+
+    Raises: ValueError for a model of which nobody knows how large its text is.
+    """
+    if info.family.host is not None:
+        return info.family.host.example(batch, device, None if text is None else text.without_streams.tensors or None)
     states = {}
     for encoder in variant.text_encoders:
         keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
@@ -271,12 +292,7 @@ def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: tor
                 "Add the key's name to planning/dry_run.py"
             )
         shape = (batch, width) if encoder.kind == "pooled" else (batch, encoder.max_length, width)
-        states[encoder.output] = torch.randn(shape, dtype=work.dtype, device=device)
-    if variant.condition == "first_frame":
-        size = batch, info.config["in_channels"] - latents.shape[1], *latents.shape[2:]
-        states["image_condition"] = latents.new_empty(size, dtype=work.dtype)
-    if variant.condition == "first_latents":
-        states["first_latents"] = latents[:, :, :1].to(work.dtype, copy=True)
+        states[encoder.output] = torch.randn(shape, dtype=dtype, device=device)
     return states
 
 

@@ -41,7 +41,13 @@ _SETTINGS = {
     "caption_template": "",
     "default_caption": "",
     "regularisation": "false",
+    "caption_lines": "false",
+    "shuffle_tags": "false",
+    "keep_tags": "0",
+    "tag_dropout": "0",
+    "tag_variants": "8",
 }
+_MOST_VARIANTS = 2  # that are shown
 Find = Callable[[str, str], Path]
 Routes = dict[tuple[str, str], Callable[[dict[str, Any]], Answer]]
 
@@ -151,6 +157,11 @@ def _config(folder: Path, values: Mapping[str, Any]) -> DataConfig:
             bucket_step=int(given["bucket_step"]),
             trigger_word=given["trigger_word"],
             caption_template=given["caption_template"],
+            caption_lines=_FLAGS[given["caption_lines"]],
+            shuffle_tags=_FLAGS[given["shuffle_tags"]],
+            keep_tags=int(given["keep_tags"]),
+            tag_dropout=float(given["tag_dropout"]),
+            tag_variants=min(int(given["tag_variants"]), _MOST_VARIANTS),
         )
     except ValidationError as error:
         faults = [each["msg"].removeprefix("Value error, ") for each in problems_of(error)]

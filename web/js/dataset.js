@@ -9,7 +9,7 @@ const SHOWN_AT_ONCE = 30
 const NODE = 'DeviceBridgeTrainingDataset'
 const SETTINGS = [
   'resolutions', 'folder_resolutions', 'max_aspect_ratio', 'bucket_step', 'trigger_word', 'caption_template', 'default_caption',
-  'regularisation'
+  'regularisation', 'caption_lines', 'shuffle_tags', 'keep_tags', 'tag_dropout', 'tag_variants'
 ]
 
 const view = { folders: null, folder: '', files: [], shown: SHOWN_AT_ONCE, version: 0, error: '' }

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,9 @@ def test_sub_folders_are_concepts_and_their_numbers_repeats(tmp_path: Path, capl
     assert [each.caption for each in samples[::20]] == ["ohwx dog", "a dog", ""] and samples[-1].caption == "a cat"
     assert {each.loss_weight for each in samples} == {0.5} and len(as_evaluated(samples)) == 4
     assert "10_ohwx dog (2, 40 per epoch), 2024_fox (1, 2 per epoch)" in describe_samples(samples)
+    alike = [replace(samples[0], path=str(tmp_path / name)) for name in ("a/x/1.png", "a/x/2.png", "b/x/1.png")]
+    named = f"{tmp_path / 'a' / 'x'} (2, 2 per epoch), {tmp_path / 'b' / 'x'} (1, 1 per epoch)"
+    assert named in describe_samples(alike)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from devicebridge.config.model import Strategy, shards_weights
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.read_job import ReadJob
+from devicebridge.jobs.resolve import Machine, plan_on
 from devicebridge.planning import cards as cards_module
 from devicebridge.planning.cards import SHARE_OF_PRODUCT, Card, cards_of, kind_called, parse_cards
 from devicebridge.planning.costs import BlockCost, ModelCosts
@@ -30,12 +32,12 @@ from devicebridge.planning.plan import (
     plan_values,
     step_seconds,
 )
-from devicebridge.planning.question import STRATEGIES, Question
+from devicebridge.planning.question import STRATEGIES, Question, make_square
 from devicebridge.planning.refusal import needed_at_least, what_helps
 from devicebridge.planning.search import HOST_SHARE, UNHIDDEN
 from devicebridge.planning.times import SCHEME_TIMES
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question, published_info
+from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_plan_job, make_question, published_info
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 GB = 10**9
@@ -139,6 +141,19 @@ def test_no_more_than_three_changes_are_named():
     helps = _helps(_ask("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split=split))
     assert helps[0] == "split.blocks_without_checkpointing = []" and len(helps) == 3
     _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split={**split, "blocks_without_checkpointing": []})
+
+
+def test_texts_that_take_much_of_the_disk_are_forecast():
+    """FLUX.2 keeps 512 tokens of 15360 numbers of 2 bytes; 3 captions of each of 30 images, and the empty one."""
+    info, job = published_info(), make_plan_job(model={"quantize": "fp8-compute"})
+    assert info.variant is not None
+    square = make_square(job.data, info.variant, info.family.latent_of(info.variant))
+    samples = [dataclasses.replace(square, caption=f"{n}", others=(f"{n} a", f"{n} b")) for n in range(30)]
+    for count, is_said in ((30, True), (20, False)):
+        read = ReadJob(job, info, info.variant, full_size()._model, (), tuple(samples[:count]))
+        notes = plan_on(job, read.subject, Machine((), tuple(parse_cards("80GB")))).notes
+        size = (3 * count + 1) * 512 * 15360 * 2 / 1e9
+        assert [f"{size:.1f} GB of the disk" in note for note in notes] == [True] * is_said
 
 
 def test_another_card_is_named_by_the_size_that_would_do():

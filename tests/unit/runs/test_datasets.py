@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from devicebridge.data import caption_files
 from devicebridge.data.caption_files import ANY_MODEL, media_file, media_files
 from devicebridge.data.folders import scan_folders
 from devicebridge.runs import api as api_module
+from devicebridge.runs import datasets
 from devicebridge.runs.api import Answer, Api, Host
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
@@ -85,6 +87,22 @@ def test_a_folder_with_settings_of_its_own_is_shown_as_training_takes_it(api: Ap
     assert _write(api, caption="x", default_caption=long).status == 200
     others = "regularisation=false&caption_template=&bucket_step=0&max_aspect_ratio=2"
     assert _get(api, "dataset", f"{query}&{others}").status == 200, "all settings at once"
+
+
+def test_captions_are_shown_by_the_settings_that_say_which_are_trained(api: Api, folder: Path) -> None:
+    (folder / "a.txt").write_text("a dog, brown, wet\na dog, asleep, white")
+    tags = {"shuffle_tags": True, "keep_tags": 1, "tag_dropout": 0.3, "tag_variants": 5}
+    for given in ({"caption_lines": True}, tags):
+        query = "&".join(
+            ["folder=dogs&resolutions=64", *(f"{key}={str(value).lower()}" for key, value in given.items())]
+        )
+        shown = {each["file"]: each["trained_as"] for each in _get(api, "dataset", query).values["files"]}
+        config = DataConfig(folders=(FolderConfig(str(folder)),), resolutions=(64,), **given)
+        (sample,) = [each for each in scan_folders(config, ANY_MODEL) if each.path.endswith("a.png")]
+        assert shown["a.png"] == "\n".join(sample.captions[:2])
+    page = (Path(datasets.__file__).parents[1] / "web" / "js" / "dataset.js").read_text(encoding="utf-8")
+    asked = re.findall(r"'(\w+)'", page.partition("const SETTINGS = [")[2].partition("]")[0])
+    assert {*asked} == datasets._SETTINGS.keys(), "the page says all that is read"
 
 
 def test_settings_that_do_not_fit_are_said(api: Api) -> None:
