@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..runs.folders import NO_RUNS
+from ..runs.folders import run_name
 from . import host
 from .captions import DEFAULT_FOLDER, CacheCaptionsAndLatents
 from .choices import COMES_AND_GOES, NONE, links_fit
@@ -16,7 +14,7 @@ from .host import folders, io
 from .load import LoadModelForTraining, Quantize
 from .plan import PlanTraining
 from .saying import said_on_node
-from .train import TrainLora, plain_name, run_folder
+from .train import TrainLora, run_folder
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
@@ -33,7 +31,6 @@ class _Settings(NamedTuple):
 
 
 _PLAN_ONLY = "plan_only"  # what the node's button adds to its inputs in a prompt, see web/js/nodes.js
-_LONGEST = 40  # characters of a word
 QUALITIES = ("quick", "normal", "thorough")
 _LARGE = 15e9  # parameters: FLUX.2-dev, Qwen-Image
 # By kind of model and quality. Two cards of 24 GB take about a day at most; rank and rate are what trainers begin with.
@@ -53,13 +50,6 @@ def kind_of(info: CheckpointInfo) -> str:
     if latent.is_video:
         return "video"
     return "large image" if sum(math.prod(each.shape) for each in info.tensors.values()) > _LARGE else "image"
-
-
-def run_name(name: str, trigger_word: str, images: str) -> str:
-    """What the run and the LoRA are called; web/js/nodes.js says the same."""
-    words = (re.sub(r"[^\w-]+", "_", each.strip()).strip("_")[:_LONGEST] for each in (trigger_word, Path(images).name))
-    found = plain_name(name) or next(filter(None, words), "my_lora")
-    return f"{found}_lora" if found.casefold() in NO_RUNS else found
 
 
 def expert_of(info: CheckpointInfo) -> str:

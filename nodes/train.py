@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
-from ..config.ranges import LORA_ENDING, check_file_name
-from ..runs.folders import NO_RUNS
+from ..config.ranges import check_file_name
+from ..runs.folders import NO_RUNS, plain_name
 from . import host
 from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
 from .host import folders, io
@@ -31,10 +31,6 @@ _TITLE = "Train LoRA Across GPUs"
 
 _MOST_STEPS = 1_000_000
 _RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder. A further run gets a number: <name>_2."
-
-
-def plain_name(text: str) -> str:
-    return text.strip().removesuffix(LORA_ENDING)
 
 
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.

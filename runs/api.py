@@ -19,6 +19,7 @@ from ..system.files import write_atomically
 from ..system.locks import alone
 from ..system.stopping import REQUESTS, Requests
 from .datasets import dataset_routes
+from .folders import run_name
 from .guard import Answer as Answer
 from .guard import Refused, check_origin, choice_of, read_body, step_of, text_of
 from .queue import JobQueue
@@ -27,6 +28,7 @@ from .store import SETTINGS, Busy, NotThere, RunStore
 _log = logging.getLogger(__name__)
 PREFIX = "/devicebridge/"
 _WAIT_S = 10.0  # for another that copies to the same name
+_NAMING = ("name", "trigger_word", "images")  # what a node says
 _KINDS = {".png": "image/png", ".webp": "image/webp", ".jpg": "image/jpeg", ".mp4": "video/mp4"}
 
 
@@ -62,6 +64,7 @@ class Api:
         self.routes: dict[tuple[str, str], Callable[[dict[str, Any]], Answer]] = {
             ("GET", "state"): lambda values: Answer(values=self.state()),
             ("GET", "run"): lambda values: Answer(values=self._store.details(text_of(values, "run"))),
+            ("GET", "name"): lambda given: Answer(values={"name": run_name(*(given.get(key, "") for key in _NAMING))}),
             ("GET", "sample"): self._sample,
             ("GET", "lora"): self._lora,
             ("POST", "ask"): self._ask,
@@ -196,7 +199,7 @@ def _problem(status: int, error: Exception) -> Answer:
 def _read_query(query: str) -> dict[str, Any]:
     """Raises: Refused for more than a few short values."""
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=12)
+        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=16)
     except ValueError as error:
         raise Refused(400, "the address cannot be read") from error
     if len(query) > 8000 or len(dict(pairs)) != len(pairs):

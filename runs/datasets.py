@@ -27,7 +27,7 @@ from ..data.caption_files import (
 from .guard import Answer, Refused, text_of
 from .store import NotThere
 
-FREE_ROUTES = {"datasets", "dataset", "picture", "caption"}  # which know nothing of runs, and may take a while
+FREE_ROUTES = {"datasets", "dataset", "picture", "caption", "name"}  # which know nothing of runs, and may take a while
 _SIDE = 192  # pixels of a small picture
 _NONE_OWN = ("", "auto")  # sizes of a folder that takes those of the dataset
 _FLAGS = {"true": True, "false": False}

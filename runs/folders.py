@@ -7,17 +7,33 @@ of each of their folders, and a glance a look at a tenth of them.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config.ranges import LORA_ENDING
+
 _DEPTH = 3
 _TURNS = 10  # glances, after which all folders were looked at
 _MARKS = {"run.json", "checkpoints"}
 NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}  # folders that are no run, whatever they hold
+_LONGEST = 40  # characters of a word in a run's name
 
 _UNSETTLED_NS = 3_000_000_000  # in which two changes may have one time, on the disks with the coarsest
+
+
+def plain_name(text: str) -> str:
+    """Of a run, as a person writes it."""
+    return text.strip().removesuffix(LORA_ENDING)
+
+
+def run_name(name: str, trigger_word: str, images: str) -> str:
+    """What the run and the LoRA of a training of four choices are called. images: a folder's name."""
+    words = (re.sub(r"[^\w-]+", "_", each.strip()).strip("_")[:_LONGEST] for each in (trigger_word, Path(images).name))
+    found = plain_name(name) or next(filter(None, words), "my_lora")
+    return f"{found}_lora" if found.casefold() in NO_RUNS else found
 
 
 @dataclass(frozen=True)

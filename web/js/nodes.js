@@ -6,8 +6,13 @@ import { showFolder } from './dataset.js'
 import { fill, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
+<<<<<<< HEAD
 import { changed, drawOnChange, load, state } from './state.js'
 import { stateName, t } from './words.js'
+=======
+import { ask, changed, load, state, subscribe } from './state.js'
+import { stateName, t, tooltipOf } from './words.js'
+>>>>>>> 7ce0eff6 (page: the server says what a node's run is called)
 
 const TRAINING_NODES = ['DeviceBridgeTrainLora', 'DeviceBridgeTrainLoraSimple']
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
@@ -15,6 +20,7 @@ const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSp
 const TEXT_LINKS = ['model', 'unet_name', 'folder', 'images', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices', 'balance']
 const TEXT_HEIGHT = 90
 const ANSWERED = 'devicebridge_run' // property of a training node: the run that its last answer was of
+const names = new Map() // of runs, by what nodes say
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
 
 export function addToNode(node) {
@@ -137,13 +143,20 @@ function addLoss(node) {
   drawing.soon()
 }
 
+/** What the server calls a node's run; '' until it has said so. */
+function nameOf(node) {
+  const said = (id) => [id, node.widgets?.find((widget) => widget.name === id)?.value ?? '']
+  const query = String(new URLSearchParams(['name', 'trigger_word', 'images'].map(said)))
+  if (!names.has(query)) {
+    names.set(query, '')
+    ask(`name?${query}`).then((answer) => names.set(query, answer.name) && changed(), () => names.delete(query))
+  }
+  return names.get(query)
+}
+
 /** Of the runs of the name that the node has, numbered ones included: one under way, else the last answer's or the newest. */
 function runOf(node) {
-  const said = (id) => node.widgets?.find((widget) => widget.name === id)?.value?.trim?.()
-  // as run_name of nodes/simple.py
-  const plain = (text) => text?.replace(/[^\p{L}\p{N}_-]+/gu, '_').replace(/^_+|_+$/g, '').slice(0, 40)
-  const found = said('name')?.replace(/\.safetensors$/, '') || plain(said('trigger_word')) || plain(said('images')?.split(/[\\/]/).pop()) || 'my_lora'
-  const name = /^(cache|checkpoints|samples|tensorboard)$/i.test(found) ? `${found}_lora` : found
+  const name = nameOf(node)
   const own = state.runs.filter((run) => name && (run.run === name || (run.run.startsWith(`${name}_`) && /^\d+$/.test(run.run.slice(name.length + 1)))))
   const running = own.find((run) => run.state === 'running')
   if (running) delete node.properties[ANSWERED] // its end is newer than that answer

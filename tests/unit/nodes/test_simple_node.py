@@ -10,6 +10,7 @@ import pytest
 import torch
 from devicebridge.jobs import job as job_module
 from devicebridge.planning.dry_run import NoForecast
+from devicebridge.runs.folders import run_name
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from safetensors.torch import load_file, save_file
@@ -69,8 +70,8 @@ def test_four_choices_train_the_lora_that_the_five_nodes_train(nodes, simple, ho
         (("mine.safetensors", "ohwx", "dogs"), "mine"),
     ],
 )  # fmt: skip
-def test_a_run_is_called_by_what_can_name_a_folder(nodes: ModuleType, given: tuple[str, str, str], name: str) -> None:
-    assert nodes.simple.run_name(*given) == name
+def test_a_run_is_called_by_what_can_name_a_folder(given: tuple[str, str, str], name: str) -> None:
+    assert run_name(*given) == name
 
 
 @pytest.mark.parametrize("has_forecast", [True, False])

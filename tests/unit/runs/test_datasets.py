@@ -86,7 +86,14 @@ def test_a_folder_with_settings_of_its_own_is_shown_as_training_takes_it(api: Ap
     long = "a very long caption for every dog " * 100
     assert _write(api, caption="x", default_caption=long).status == 200
     others = "regularisation=false&caption_template=&bucket_step=0&max_aspect_ratio=2"
+    others += "&caption_lines=false&shuffle_tags=true&keep_tags=0&tag_dropout=0.1&tag_variants=8"
     assert _get(api, "dataset", f"{query}&{others}").status == 200, "all settings at once"
+
+
+def test_a_page_is_told_what_the_run_of_a_node_is_called(api: Api) -> None:
+    named = {"trigger_word=ohwx+dog&images=dogs": "ohwx_dog", "images=a/my+dogs&name=": "my_dogs", "": "my_lora"}
+    for given, name in named.items():
+        assert _get(api, "name", given).values == {"name": name}
 
 
 def test_captions_are_shown_by_the_settings_that_say_which_are_trained(api: Api, folder: Path) -> None:
