@@ -406,6 +406,25 @@ def attention_that_brings_tensors(case: Case) -> None:
 
 
 @case
+def a_model_that_other_code_moves(case: Case) -> None:
+    """Between two steps, to one of its cards and to host memory."""
+    host = case.host
+    for place, name in ((HOME, "double_blocks.1"), (CPU, "double_blocks.0")):
+        divided = split(host.load("flux1"), **_FIRST)
+
+        def change(model: Any, device: torch.device, place: torch.device = place) -> None:
+            def wrapper(apply_model: Any, given: dict[str, Any]) -> torch.Tensor:
+                model.model.diffusion_model.to(place)
+                return apply_model(given["input"], given["timestep"], **given["c"])
+
+            model.set_model_unet_function_wrapper(wrapper)
+
+        run = functools.partial(host.sample, _changed(divided, change, HOME), "flux1")
+        case.refused(f"to {place}", run, RuntimeError, "moved", f"{name}.", f"is on {place}", "load the MODEL anew")
+        host.unload_all()
+
+
+@case
 def control_lora(case: Case) -> None:
     """A Control-LoRA borrows the UNet's own weights, wherever they are, and computes at home."""
     host, family = case.host, FAMILIES["sdxl"]

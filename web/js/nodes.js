@@ -6,13 +6,8 @@ import { showFolder } from './dataset.js'
 import { fill, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
-<<<<<<< HEAD
-import { changed, drawOnChange, load, state } from './state.js'
+import { ask, changed, drawOnChange, load, state } from './state.js'
 import { stateName, t } from './words.js'
-=======
-import { ask, changed, load, state, subscribe } from './state.js'
-import { stateName, t, tooltipOf } from './words.js'
->>>>>>> 7ce0eff6 (page: the server says what a node's run is called)
 
 const TRAINING_NODES = ['DeviceBridgeTrainLora', 'DeviceBridgeTrainLoraSimple']
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']

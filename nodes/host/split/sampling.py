@@ -129,7 +129,12 @@ def run_overlapped(
             outputs = _verified(tree, compute, model_options)
             tree.is_verified = True
             return outputs
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and (moved := tree.moved()):
+                raise RuntimeError(
+                    f"other code has moved weights of this split MODEL: {moved} ({error}). Take out the node that does "
+                    "so, such as one that frees memory or names a device, and load the MODEL anew"
+                ) from error
             if "same device" not in str(error):
                 raise
             raise RuntimeError(

@@ -240,6 +240,16 @@ class SplitTree:
             found = getattr(found, part, None)
         return found is self._lists[name]
 
+    def moved(self) -> str:
+        """A weight that other code has moved from its card, as model.to does, and where it is; "" for none. ComfyUI
+        itself leaves elsewhere what a layer casts when it is called."""
+        for device, parts in self.executor.parts.items():
+            for name, module in ((f"{part}.{of}", each) for part, p in parts.items() for of, each in p.named_modules()):
+                for weight in module._parameters.values() if not getattr(module, "comfy_cast_weights", False) else ():
+                    if weight is not None and weight.device != device:
+                        return f"{name.rstrip('.')} is on {weight.device} and not on {device}"
+        return ""
+
     # ---- the forward
 
     def attach(self, owner: Any) -> None:
