@@ -261,15 +261,16 @@ class Trainer:
         samples = [pair for each in self._chosen for pair in zip(each.indices, each.captions, strict=True)]
         broken = [text for pair in samples if (text := self.train_data.not_finite(*pair, self._dtype))]
         said = f"Not finite as {name}: {'; '.join(dict.fromkeys(broken))}. " if broken else ""
+        names = ", ".join(dict.fromkeys(self.train_data.name_of(index) for index, _ in samples))
         if self._scale is not None:
+            where = "in its forward, which no scale of the loss mends" if not math.isfinite(loss) else "at every scale"
             return what + (
-                f"{said}The model computes in float16, whose range is small: start anew with model.dtype = "
-                '"float32" and another output.folder, or on cards that have bfloat16'
+                f"{said}The model leaves float16's range {where}: {names}. Go on by --continue with model.dtype = "
+                '"float32", or by --resume on cards that have bfloat16'
             )
         if broken:
             help_with = "Delete that file, so that it is computed again, or take the sample out of the dataset"
             return f"{what}{said}{help_with} and start anew"
-        names = ", ".join(dict.fromkeys(self.train_data.name_of(index) for index, _ in samples))
         return what + (
             f"Its samples are finite: {names}. Start anew with a lower optimizer.learning_rate and another "
             "output.folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,11 @@ import torch
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.resume import TrainingResult
 from devicebridge.parallel import devices
+from devicebridge.parallel.ranks.across import AcrossRanks
+from devicebridge.parallel.ranks.group import Ranks
+from devicebridge.parallel.ranks.place import RankPlace
+from devicebridge.parallel.ranks.watch import Watch
+from devicebridge.parallel.runner import MicroBatch
 from devicebridge.parallel.transfer import module_with_streams
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_steps
@@ -90,6 +96,42 @@ def test_a_step_that_overflows_is_left_out_and_a_resumed_run_goes_on_alike(
     resumed = _run(job, resume=True)
     assert resumed.losses == straight.losses and _scale(resumed) == _scale(straight)
     assert torch.equal(_moved(resumed), _moved(straight))
+
+
+@pytest.mark.parametrize("strategy", ["none", "pipeline", "data"])
+def test_a_forward_beyond_the_range_ends_the_run_by_name_and_float32_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """As activations do: 70000 is inf in float16, and the scale cannot help."""
+    own, calls = loop.Objective.loss, itertools.count(1)
+
+    def grown(self: Any, *given: Any) -> torch.Tensor:
+        factor = torch.tensor(70000.0).to(self.dtype).float() if next(calls) == 3 else 1
+        return own(self, *given) * factor
+
+    monkeypatch.setattr(loop.Objective, "loss", grown)
+    train = {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}
+    sections = {"train": train, "parallel": {"strategy": strategy}, **({} if strategy == "none" else {"split": TWO})}
+    with pytest.raises(RuntimeError, match=r"2 .*in its forward.*image_\d\.png.*--continue(.|\n)*step-000001"):
+        _run(_job(tmp_path, "run", **sections))
+    assert _run(_job(tmp_path, "run", "float32", **sections), resume="continue").step == 2
+
+
+def test_a_forward_beyond_the_range_on_another_rank_is_this_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank sees the losses of all, and so ends at the same step."""
+    ranks = Ranks(RankPlace(0, 2, 0, 2), watch=Watch(60.0))
+    other = torch.tensor([0.0, 1.0, 0.0, math.inf])  # a gradient, that it is there, and two losses, of the other's
+
+    class Inner:
+        def run(self, microbatches: Any) -> list[torch.Tensor]:
+            return [each.forward(None) for each in microbatches]
+
+    monkeypatch.setattr(ranks, "add_up", lambda flat: flat + other)
+    monkeypatch.setattr(ranks, "wait", lambda: None)
+    runner = AcrossRanks(Inner(), [torch.nn.Parameter(torch.zeros(1))], ranks, 0, in_lockstep=False)  # type: ignore[arg-type]
+    losses = runner.run([MicroBatch(lambda: None, lambda given: torch.ones(()))] * 2)
+    ranks.watch.close()
+    assert [float(each) for each in losses] == [1.0, math.inf]
 
 
 def test_the_scale_follows_torch_s_rules() -> None:
