@@ -1,16 +1,14 @@
 """Breaks the source in the ways of tests/mutants.toml, one after the other, and expects the named test to turn red.
 
 A mutant is a file, a text that stands there once, what takes its place, and the tests that must fail. It is made in a
-copy of the files that git knows, so nothing is changed here. All tests must pass before, or their failing says nothing;
-`--quick` trusts that they do.
+copy of the files that git knows, so nothing is changed here. All tests must pass before, or their failing says nothing.
 Each run is a fork of this process, which has imported the libraries. Exit code 1 if a mutant survives or its text is
 gone: then the entry follows the code. Needs os.fork.
-
-    scripts/mutants.py [--quick] [WORDS IN NAMES OF MUTANTS]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -27,11 +25,14 @@ _LIMIT_S = 600
 MUTANTS = ROOT / "tests" / "mutants.toml"
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="that names of mutants have; left out, all are made")
+    parser.add_argument("--quick", action="store_true", help="trust that the tests pass without a mutant")
+    options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     mutants = tomllib.loads(MUTANTS.read_text(encoding="utf-8"))["mutant"]
-    is_quick, words = "--quick" in words, [word for word in words if word != "--quick"]
-    mutants = [each for each in mutants if all(word in each["name"] for word in words)]
+    mutants = [each for each in mutants if all(word in each["name"] for word in options.words)]
     import torch  # noqa: F401 - so that forks have all three
 
     with tempfile.TemporaryDirectory(prefix="devicebridge-mutants-") as name:
@@ -40,7 +41,7 @@ def main(words: list[str]) -> int:
             if (ROOT / path).is_file():
                 (copy / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / path, copy / path)
-        if not is_quick and _run(copy, sorted({test for each in mutants for test in each["tests"]}), quiet=False):
+        if not options.quick and _run(copy, sorted({test for each in mutants for test in each["tests"]}), quiet=False):
             print("these tests fail without a mutant")
             return 1
         survived = [each["name"] for each in mutants if not _is_killed(copy, each)]
@@ -84,4 +85,4 @@ def _run(copy: Path, tests: list[str], *, quiet: bool = True) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

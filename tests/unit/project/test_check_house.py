@@ -2,6 +2,7 @@
 
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,3 +147,13 @@ def test_a_limit_rises_with_a_decision_alone(project: Path, house: Any):
     assert house.main([]) == 0
     _commit(project)
     assert house.main([]) == 0
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--quik", 2)])
+def test_a_question_about_mutants_makes_none(argument: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ROOT / "scripts" / "mutants.py"
+    monkeypatch.setattr(sys, "argv", [str(script), argument])
+    monkeypatch.setattr("subprocess.check_output", lambda *given, **more: pytest.fail("it copies the source"))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == code
