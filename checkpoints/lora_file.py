@@ -27,10 +27,10 @@ Where the original stacks several diffusers layers (qkv), their LoRAs become one
 A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights and is
 refused. ComfyUI computes DoRA otherwise than PEFT and the paper: docs/internals/upstream_facts.md.
 
-LoKr's Kronecker product and LoHa's product of values fit their layer's own rows, so those of q, k and v cannot be
-written as one of qkv. Such layers have diffusers' names where ComfyUI maps these onto rows, all others the makers'. The
-strength is in the first matrix, for ComfyUI reads alpha of LoKr only where a matrix is factorised, and divides by that
-matrix's own rank.
+LoKr's Kronecker product, LoHa's product of values and OFT's blocks fit their layer's own rows, so those of q, k and v
+cannot be written as one of qkv. Such layers have diffusers' names where ComfyUI maps these onto rows, all others the
+makers'. The strength is in the first matrix, for ComfyUI reads alpha of LoKr only where a matrix is factorised, and
+divides by that matrix's own rank. Of OFT it reads alpha as a bound, which no file of ours has.
 
 LoRA of CLIP text encoders has the names of kohya's trainer: `lora_te_...` of one encoder (SD 1.5, SD 2), `lora_te1_...`
 and `lora_te2_...` of CLIP-L and CLIP-G (SDXL).
@@ -54,8 +54,9 @@ Layer = dict[str, torch.Tensor]  # by kind
 A, B, ALPHA, DORA = "lora_A.weight", "lora_B.weight", "alpha", "dora_scale"
 MAGNITUDE = "lora_magnitude_vector"  # what PEFT, and so diffusers, calls dora_scale
 LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-LYCORIS = {"lokr": "LoKr", "loha": "LoHa"}  # by lora.kind
+TITLES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}  # by lora.kind
 LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+OFT = "oft_blocks"
 FIRST = ("lokr_w1", "lokr_w1_a", "hada_w1_a")  # what the strength of LoKr and LoHa is multiplied into
 _KINDS = (A, B, ALPHA, DORA, MAGNITUDE)  # in the order of a file
 _ORIGINAL_PREFIX = "diffusion_model."
@@ -100,7 +101,7 @@ def check_original_layout(family: ModelFamily, modules: Iterable[str], dora: boo
 
 
 def check_lycoris_layout(family: ModelFamily, modules: Sequence[str], layout: str, kind: str) -> None:
-    """Whether LoKr or LoHa of these linears (diffusers fqns) can be written in this layout.
+    """Whether LoKr, LoHa or OFT of these linears (diffusers fqns) can be written in this layout.
 
     Raises: ValueError saying what would have to change.
     """
@@ -112,7 +113,7 @@ def check_lycoris_layout(family: ModelFamily, modules: Sequence[str], layout: st
     unread = [name for name in modules if _lycoris_name(family, name) is None]
     if unread:
         raise ValueError(
-            f"no loader finds {LYCORIS[kind]} of {unread[0]} ({len(unread)} such layers) of {family.title}, whose file "
+            f"no loader finds {TITLES[kind]} of {unread[0]} ({len(unread)} such layers) of {family.title}, whose file "
             "has it beside others in one tensor; leave it out with lora.targets"
         )
 
@@ -303,7 +304,7 @@ def swap_halves(layer: Layer, stack: Stack) -> Layer:
     return {kind: torch.cat(t.chunk(2)[::-1]) if kind in (B, DORA, MAGNITUDE) else t for kind, t in layer.items()}
 
 
-# ---- LoKr and LoHa
+# ---- LoKr, LoHa and OFT
 
 
 def lycoris_for_comfyui(
@@ -312,13 +313,14 @@ def lycoris_for_comfyui(
     """The tensors of the file.
 
     Args:
-        tensors: "<linear>.lokr_w1", "<linear>.hada_w1_a" and so on, by diffusers fqn.
-        strength: alpha / rank of all layers.
+        tensors: "<linear>.lokr_w1", "<linear>.hada_w1_a" and so on, by diffusers fqn, magnitudes as ComfyUI takes them.
+        strength: alpha / rank of all layers; OFT has none.
     """
     written = {}
     for key, tensor in tensors.items():
         module, _, kind = key.rpartition(".")
         value = tensor * strength if kind in FIRST and strength != 1 else tensor
+        value = value.reshape(-1, 1) if kind == DORA else value
         written[f"{_lycoris_name(family, module)}.{kind}"] = value.contiguous()
     return written
 

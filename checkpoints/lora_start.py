@@ -33,13 +33,17 @@ from ..families.naming import Stack, find_by_diffusers, find_by_original
 from ..families.spec import ModelFamily
 from ..system.files import expect, parse_json_object, read_json_object
 from .header import refuse_no_file
-from .lora_file import DORA, FIRST, LOKR, MAGNITUDE, A, B, Layer, is_of_text, swap_halves
+from .lora_file import DORA, FIRST, LOHA, LOKR, MAGNITUDE, OFT, TITLES, A, B, Layer, is_of_text, swap_halves
 from .weight_file import open_weights
 
 _log = logging.getLogger(__name__)
 
-_PAIRS = ((A, B), ("lokr_w1_b", "lokr_w1_a"), ("lokr_w2_b", "lokr_w2_a"))  # [R, in] and [out, R]
-RANKED = (A, "lokr_w2_b", "lokr_w1_b")  # whose rows are the rank; the first that a layer has
+_PAIRS = (
+    (A, B),
+    *((f"{each}_b", f"{each}_a") for each in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2")),
+)  # [R, in] and [out, R]
+RANKED = (A, "lokr_w2_b", "lokr_w1_b", "hada_w1_b")  # whose rows are the rank; the first that a layer has
+_OF_KIND = {"lora": (A, B), "lokr": LOKR, "loha": LOHA, "oft": (OFT,)}  # matrices, by lora.kind
 _EXTRAS = {"alpha", DORA, MAGNITUDE}  # what comes with the matrices
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SPELLINGS = {
@@ -48,7 +52,7 @@ _SPELLINGS = {
     "alpha": r"\.alpha",
     DORA: r"\.dora_scale",
     MAGNITUDE: r"\.lora_magnitude_vector(\.default)?(\.weight)?",
-    **{kind: rf"\.{kind}" for kind in LOKR},
+    **{kind: rf"\.{kind}" for kind in (*LOKR, *LOHA, OFT)},
 }
 _SUFFIXES = {kind: re.compile(rf"^(.+?)({spelling})$") for kind, spelling in _SPELLINGS.items()}
 _PEFT_PREFIX = "base_model.model."
@@ -73,7 +77,7 @@ class Part(NamedTuple):
 
 
 def find_part(name: str) -> Part | None:
-    """None for a tensor that is no part of a LoRA, DoRA or LoKr."""
+    """None for a tensor that is no part of a LoRA, DoRA, LoKr, LoHa or OFT."""
     found = ((kind, end.match(name)) for kind, end in _SUFFIXES.items())
     return next((Part(match[1], kind) for kind, match in found if match), None)
 
@@ -88,7 +92,7 @@ def read_start(
 ) -> dict[str, Layer]:
     """The layers of a LoRA file by fqn: A [R, in], B [out, R] with the strength in it, and of DoRA its magnitude.
 
-    Of LoKr the factors, with the strength in the first. All are float32.
+    Of LoKr and LoHa the factors, with the strength in the first, of OFT the blocks. All are float32.
 
     Args:
         linears: out_features and in_features of each of the model's linears.
@@ -107,8 +111,8 @@ def read_start(
     names, others = group_parts(path, tensors)
     if others and family.host is None:
         raise ValueError(
-            f"{path} has {others[0]}, which is no tensor of a LoRA, DoRA or LoKr of linear layers ({len(others)} of "
-            f"{len(tensors)} tensors); give another file"
+            f"{path} has {others[0]}, which is no tensor of a LoRA, DoRA, LoKr, LoHa or OFT of linear layers "
+            f"({len(others)} of {len(tensors)} tensors); give another file"
         )
     _refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - _EXTRAS})
     strengths = read_strengths(path, metadata, tensors, names)
@@ -125,7 +129,7 @@ def read_start(
         raise ValueError(f"{path} holds no LoRA: {len(tensors)} tensors, none of a layer that is known")
     for name, layer in layers.items():
         size = layer_size(layer)
-        if not is_of_text(name) and size != linears.get(name):
+        if not is_of_text(name) and not has_size(size, linears.get(name, (0, 0))):
             has = f"{linears[name][0]} by {linears[name][1]}" if name in linears else "none"
             raise ValueError(
                 f"{path} is of another model: its {name} is {size[0]} by {size[1]}, and the model has {has}"
@@ -170,26 +174,27 @@ def _refuse_unsound(path: Path, tensors: Mapping[str, Tensor], names: Mapping[st
 
 def refuse_unsound_layer(path: Path, layer: str, parts: Layer) -> None:
     """Raises: as above, but for a layer that is all zero."""
-    faults = (_fault_of_kinds(parts), *map(_fault_of_numbers, parts, parts.values()))
+    numbers = {kind: each for kind, each in parts.items() if OFT not in parts or kind != "alpha"}
+    faults = (_fault_of_kinds(parts), *map(_fault_of_numbers, numbers, numbers.values()))
     if fault := next(filter(None, faults), "") or _fault_of_shapes(parts):
         raise ValueError(f"{path}: {layer} {fault}; give another file")
 
 
 def _fault_of_kinds(parts: Mapping[str, Tensor]) -> str:
-    is_lokr = any(kind in parts for kind in LOKR)
-    if is_lokr and (DORA in parts or MAGNITUDE in parts):
-        return (
-            "has the DoRA of a LoKr (DoKr), which is not trained here; a LoKr without dora_scale, a DoRA of a plain "
-            "LoRA and a plain LoRA are"
-        )
-    if is_lokr and (A in parts or B in parts):
-        return "has both a LoRA and a LoKr"
+    titles = [TITLES[kind] for kind, own in _OF_KIND.items() if not parts.keys().isdisjoint(own)]
+    if len(titles) > 1:
+        return f"has both a {' and a '.join(titles)}"
+    kind = kind_of(parts)
+    if MAGNITUDE in parts and kind != "lora" or DORA in parts and kind == "oft":
+        return f"has a magnitude beside a {TITLES[kind]}, which is not trained here"
     missing = [other for pair in _PAIRS for one, other in (pair, pair[::-1]) if one in parts and other not in parts]
-    if missing:
+    if missing := missing or [each for each in LOHA if kind == "loha" and each not in parts]:
         return f"lacks {missing[0]}, the other half of a pair"
-    for each in ("lokr_w1", "lokr_w2") if is_lokr else (A,):
+    if kind == "oft" and "alpha" in parts and bool((parts["alpha"] > 0).any()):
+        return f"has an OFT with a constraint (alpha {parts['alpha'].tolist()}), which is not trained here"
+    for each in {"lokr": ("lokr_w1", "lokr_w2"), "lora": (A,)}.get(kind, ()):
         if (each in parts) == (f"{each}_a" in parts):
-            both = f"both {each} and {each}_a" if each in parts else f"no {each if is_lokr else 'lora_A and lora_B'}"
+            both = f"both {each} and {each}_a" if each in parts else f"no {'lora_A and lora_B' if each == A else each}"
             return f"has {', '.join(sorted(parts))}, and {both}"
     return ""
 
@@ -209,9 +214,11 @@ def _fault_of_numbers(kind: str, tensor: Tensor) -> str:
 
 
 def _fault_of_shapes(parts: Mapping[str, Tensor]) -> str:
-    shapes = {kind: list(tensor.shape) for kind, tensor in parts.items() if kind in (A, B, *LOKR)}
+    shapes = {kind: list(tensor.shape) for kind, tensor in parts.items() if kind in (A, B, *LOKR, *LOHA)}
+    if OFT in parts and (parts[OFT].ndim != 3 or parts[OFT].shape[1] != parts[OFT].shape[2]):
+        return f"has {OFT} {list(parts[OFT].shape)}, and square blocks are read"
     for kind, shape in shapes.items():
-        if len(shape) < 2 or len(shape) > 2 and (kind in LOKR or any(side > 1 for side in shape[2:])):
+        if len(shape) < 2 or len(shape) > 2 and (kind not in (A, B) or any(side > 1 for side in shape[2:])):
             what = "a convolution's" if len(shape) > 2 else "no matrix"
             return f"has {kind} {shape}, which is {what}; linear layers are trained here"
     for down, up in _PAIRS:
@@ -219,8 +226,8 @@ def _fault_of_shapes(parts: Mapping[str, Tensor]) -> str:
             return f"has {down} of rank {shapes[down][0]} and {up} of rank {shapes[up][1]}"
     for kind in (DORA, MAGNITUDE):
         shape = list(parts[kind].shape) if kind in parts else []
-        if shape and not shape[0] == len(parts[B]) == parts[kind].numel():
-            return f"has {kind} {shape}, and not one number for each of its {len(parts[B])} rows"
+        if shape and not shape[0] == layer_size(parts)[0] == parts[kind].numel():
+            return f"has {kind} {shape}, and not one number for each of its {layer_size(parts)[0]} rows"
     return ""
 
 
@@ -383,7 +390,7 @@ class LayerNames:
 
 
 def with_strength(layer: Layer) -> Layer:
-    """The matrices with alpha / rank in B, or in LoKr's first matrix, which becomes one."""
+    """The matrices with alpha / rank in B, or in the first matrix of LoKr, which becomes one, and of LoHa."""
     layer = dict(layer)
     alpha = layer.pop("alpha", None)
     factor = next((layer[kind] for kind in RANKED if kind in layer), None)
@@ -422,7 +429,8 @@ def place_layers(path: Path, named: Mapping[str, Layer], family: ModelFamily, na
 def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
     """The members' own parts; where all ranks of A are theirs, they share it."""
     if B not in layer and (len(stack.members) > 1 or stack.swap_halves):
-        raise ValueError(f"LoKr of {name} cannot be cut into {', '.join(stack.members)}; give plain LoRA")
+        title = TITLES[kind_of(layer)]
+        raise ValueError(f"{title} of {name} cannot be cut into {', '.join(stack.members)}; give plain LoRA")
     layer = swap_halves(layer, stack)
     if len(stack.members) == 1:
         return {stack.members[0]: layer}
@@ -437,12 +445,26 @@ def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
 
 
 def layer_size(layer: Layer) -> tuple[int, int]:
-    """Rows and columns of the weight that a layer changes."""
-    if A in layer:
-        return layer[B].shape[0], layer[A].shape[1]
+    """Rows and columns of the weight that a layer changes; OFT does not tell the columns, 0."""
+    if OFT in layer:
+        return layer[OFT].shape[0] * layer[OFT].shape[1], 0
+    for down, up in ((A, B), ("hada_w1_b", "hada_w1_a")):
+        if down in layer:
+            return layer[up].shape[0], layer[down].shape[1]
     rows = [layer[kind if kind in layer else f"{kind}_a"].shape[0] for kind in ("lokr_w1", "lokr_w2")]
     columns = [layer[kind if kind in layer else f"{kind}_b"].shape[1] for kind in ("lokr_w1", "lokr_w2")]
     return rows[0] * rows[1], columns[0] * columns[1]
+
+
+def has_size(size: tuple[int, int], wanted: tuple[int, int]) -> bool:
+    """Whether a layer of this size (see layer_size) changes a weight of that one."""
+    return size[0] == wanted[0] and size[1] in (0, wanted[1])
+
+
+def kind_of(layer: Iterable[str]) -> str:
+    """Its lora.kind, by the kinds of its tensors."""
+    own = set(layer)
+    return next((kind for kind, kinds in _OF_KIND.items() if not own.isdisjoint(kinds)), "lora")
 
 
 # ---- whether a job can go on from them
@@ -456,8 +478,7 @@ def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str]
             f"lora.start_from = {path} changes {left_out[0]} ({len(left_out)} such layers), which is not trained; add "
             "it with lora.targets, or choose other lora.layers"
         )
-    kind = "lokr" if any("lokr_w1" in layer for layer in layers.values()) else "lora"
-    if kind != settings.kind:
+    if kind := next((kind for kind in map(kind_of, layers.values()) if kind != settings.kind), ""):
         raise ValueError(f'lora.start_from = {path} is of lora.kind = "{kind}"; set it, or give another file')
     if not settings.dora and any(DORA in layer or MAGNITUDE in layer for layer in layers.values()):
         raise ValueError(f"lora.start_from = {path} is a DoRA; set lora.dora = true, or give another file")

@@ -85,8 +85,6 @@ class JobConfig:
         """Each setting that not every strategy can train, with the strategies that can."""
         if self.lora.text_encoder:  # one model computes one microbatch at a time
             yield "lora.text_encoder = true", ("none",)
-        if self.lora.kind == "loha":  # nobody has compared others
-            yield 'lora.kind = "loha"', ("none", "pipeline", "data")
         if self.objective.masked_prior:  # a model goes without its LoRA while nothing else is in it
             yield f"objective.masked_prior = {self.objective.masked_prior:g}", ("none", "data")
 

@@ -33,14 +33,17 @@ class LoraSettings:
         rank: Size of the LoRA. Higher learns more detail, takes more memory and gives a larger file.
         alpha: Strength is alpha / rank. Leave it equal to rank unless a recipe says otherwise.
         dropout: Probability that a LoRA input is left out. Against learning few images by heart.
-        dora: Train DoRA, which learns the size and the direction of weights apart. Slower, and takes more memory.
+        dora: Train DoRA, which learns the size and the direction of weights apart. Slower, and takes more memory. With
+            lokr it is DoKr.
         targets: Which linear layers get a LoRA: patterns over diffusers names, with * for anything; !pattern leaves
             layers out. Left out: those that layers says.
         dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps; see
             optimizer.kahan.
         kind: lora, or lokr (LyCORIS), which multiplies two small matrices into a large one (Kronecker product): a
             smaller file for the same size of change. loha (LyCORIS) multiplies two LoRAs value by value: a change of up
-            to rank squared, slower and with more memory. Both are read by ComfyUI's stock LoRA loaders.
+            to rank squared, slower and with more memory. oft rotates a layer's outputs in blocks of rank rows, and
+            keeps angles and lengths within them; alpha is not used. All are read by ComfyUI's stock LoRA loaders, of
+            which OFT counts another strength than 1 squared (0.33.0).
         layers: Which linear layers get a LoRA, by a preset: attention takes those of the attention alone, all takes
             every one in the blocks. Left out: the model family's usual ones.
         factor: With lokr: size of the smaller of the two matrices, as far as a layer can be cut so. Left out: about the
@@ -58,7 +61,7 @@ class LoraSettings:
     dora: bool = False
     targets: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
-    kind: Literal["lora", "lokr", "loha"] = "lora"
+    kind: Literal["lora", "lokr", "loha", "oft"] = "lora"
     layers: Literal["", "attention", "all"] = ""
     factor: Annotated[int, Range(2, 4096, or_zero=True)] = 0
     start_from: PathText = ""
@@ -91,9 +94,10 @@ class LoraSettings:
                 f"targets name a text encoder ({found[0]}), and are of the diffusion model alone; remove the pattern, "
                 "and set text_encoder = true to train all layers of the text encoders"
             )
-        if self.kind != "lora" and (self.dora or self.dropout):
-            other = "dora" if self.dora else "dropout"
-            raise ValueError(f'{other} is of kind = "lora" alone, and kind is "{self.kind}"; remove one of the two')
+        if self.kind != "lora" and self.dropout:
+            raise ValueError(f'dropout is of kind = "lora" alone, and kind is "{self.kind}"; remove one of the two')
+        if self.kind == "oft" and self.dora:
+            raise ValueError('dora is of kinds lora, lokr and loha, and kind is "oft"; remove one of the two')
         if self.factor and self.kind != "lokr":
             raise ValueError('factor belongs to kind = "lokr"; remove one of the two')
 

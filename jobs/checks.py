@@ -367,6 +367,7 @@ _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
         lambda job: job.objective.timestep_sampling not in ("", "logit_normal"),
         "objective.timestep_sampling is not logit_normal",
     ),
+    (("lora.alpha",), lambda job: job.lora.kind == "oft", "OFT has no alpha"),
     (
         ("objective.min_snr_gamma",),
         lambda job: job.objective.loss_weighting != "min_snr",

@@ -26,7 +26,7 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
     dtype, whole = getattr(torch, output.lora_dtype), lora.tensors()
     trained, text = lora_file.without_text(whole), lora_file.text_lora_for_comfyui(whole, settings.strength)
     if settings.kind != "lora":
-        factors = lora_file.lycoris_for_comfyui(plan.family, trained, settings.strength)
+        factors = lora_file.lycoris_for_comfyui(plan.family, lora.tensors_for_comfyui(), settings.strength)
         return {name: tensor.to(dtype) for name, tensor in factors.items()}
     for_comfyui = {} if output.lora_layout == "diffusers" else lora_file.without_text(lora.tensors_for_comfyui())
     tensors = text | lora_file.make_lora_tensors(
@@ -52,7 +52,12 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
             f'{plan.job.output.lora_dtype}, first {wrong[0]}; resume with output.lora_dtype = "float32", which holds '
             "all that was trained, or start anew with another output.folder and a lower optimizer.learning_rate"
         )
-    at_start = {"lokr": ("lokr_w1",), "loha": ("hada_w2_b",), "lora": ("lora_B.weight", "lora_up.weight")}
+    at_start = {
+        "lokr": ("lokr_w1",),
+        "loha": ("hada_w2_b",),
+        "oft": (lora_file.OFT,),
+        "lora": ("lora_B.weight", "lora_up.weight"),
+    }
     zero = at_start[plan.job.lora.kind]
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
         raise RuntimeError(
@@ -77,14 +82,15 @@ def describe_kind(output: OutputConfig) -> str:
 def describe_file(plan: JobPlan) -> str:
     """Who reads the job's LoRA file; one line."""
     if (kind := plan.job.lora.kind) != "lora":
-        return f"{lora_file.LYCORIS[kind]}, for ComfyUI"
+        return f"{lora_file.TITLES[kind]}{' with DoRA' * plan.job.lora.dora}, for ComfyUI"
     return lora_file.describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
 
 
 def warn_of_losses(plan: JobPlan) -> None:
     """Warn where a loader of LoRA files leaves out or refuses the job's DoRA."""
     job = plan.job
-    if job.lora.dora and lora_file.what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
+    is_dora = job.lora.dora and job.lora.kind == "lora"
+    if is_dora and lora_file.what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
         _log.warning("the LoRA file has DoRA in the %s", describe_file(plan))
 
 

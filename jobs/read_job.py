@@ -182,7 +182,8 @@ def read_job(
     targets = tuple(find_targets(model, info.family, job.lora))
     if job.lora.kind != "lora":
         check_lycoris_layout(info.family, targets, job.output.lora_layout, job.lora.kind)
-    check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
+    else:
+        check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = _with_sound(job, info, variant, has_data)
     _refuse_condition(job, info, variant)
     if info.family.native is not None and info.family.native.takes_one and job.train.batch_size > 1:

@@ -1,8 +1,8 @@
 """The one place that answers "is this a LoRA weight", finds the layers that LoRA adapts, and moves LoRA to them.
 
 A LoRA weight is recognised by its name: one dotted part of its fqn begins with `lora_` (peft's lora_A, lora_B,
-lora_embedding_A, lora_magnitude_vector; diffusers' older lora_layer; kohya's lora_down, lora_up), `lokr_` or `hada_`,
-or is `dora_scale`. A name is all there is in a state dict.
+lora_embedding_A, lora_magnitude_vector; diffusers' older lora_layer; kohya's lora_down, lora_up), `lokr_`, `hada_` or
+`oft_`, or is `dora_scale`. A name is all there is in a state dict.
 
 Names in this file are those of the model before LoRA. peft puts the adapted layer one level down (`to_q` becomes
 `to_q.base_layer`), and `resolve_targets` takes that level out again.
@@ -78,4 +78,4 @@ def place_lora_with_base(model: nn.Module) -> None:
 
 
 def _is_lora_part(part: str) -> bool:
-    return part.startswith(("lora_", "lokr_", "hada_")) or part == "dora_scale"
+    return part.startswith(("lora_", "lokr_", "hada_", "oft_")) or part == "dora_scale"

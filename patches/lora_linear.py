@@ -1,4 +1,4 @@
-"""A frozen linear and its LoRA, LoKr or LoHa computed together, in the type of x, to which float32 weights are
+"""A frozen linear and its LoRA, LoKr, LoHa or OFT computed together, in the type of x, to which float32 weights are
 rounded.
 
 Legend: M rows, K in_features, N out_features, R rank, s scaling (alpha / rank).
@@ -17,6 +17,15 @@ for every call and keeps for the backward.
 LoHa (LyCORIS) adds s (W1a W1b) * (W2a W2b), value by value. That matrix [N, K] is made in x's type, where PEFT makes
 it and the product in float32. Autograd keeps it and both of its factors for the backward, in a recomputed block.
 
+Both with a trained magnitude m [N] (DoRA, arXiv 2402.09353; of LoKr: DoKr), where D is what they add to a weight W:
+
+    y = m / |W + D| (W + D) x + bias        norms of rows, which count as constants in the backward
+
+OFT (arXiv 2306.07280) rotates a layer's outputs without its bias, in blocks of b rows. ComfyUI and LyCORIS read
+"oft_blocks" [N / b, b, b] so; PEFT's OFT rotates inputs, and no file of the one is a file of the other:
+
+    y = base(x) + (base(x) - bias) (R - 1)        R = (1 + Q) (1 - Q)^-1, Q = oft_blocks - oft_blocks^T (Cayley)
+
 PEFT keeps its layers: names, state dict, adapters and merging are untouched. Each layer gets a subclass of its class.
 Its forward computes this way where PEFT would compute exactly that (one active adapter, no dropout, not merged, no
 autocast), and calls PEFT's otherwise. Why: docs/decisions/0005-eight-bit-linears.md.
@@ -24,9 +33,9 @@ autocast), and calls PEFT's otherwise. Why: docs/decisions/0005-eight-bit-linear
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +44,7 @@ from torch.nn import functional as F
 
 from ..quantization.eight_bit import grad_input8, linear8
 from ..quantization.frozen_linear import FrozenLinear8, is_autocasting
+from ..quantization.quantize import full_weight
 from .lora import TRAINABLE_DTYPES
 
 
@@ -56,11 +66,83 @@ def apply_fused_lycoris(model: nn.Module) -> None:
     from peft.tuners.loha.layer import Linear as LohaLinear
     from peft.tuners.lokr import Linear as LokrLinear
 
-    kinds: dict[type, Callable[[Any, Tensor], Tensor | None]] = {LokrLinear: _lokr_output, LohaLinear: _loha_output}
     for layer in model.modules():
-        if type(layer) in kinds:
-            own: Any = type(layer)
-            layer.__class__ = _fused_class(own, kinds[own])
+        own: Any = type(layer)
+        if own in (LokrLinear, LohaLinear):
+            layer.__class__ = _fused_class(own, _lycoris_output)
+
+
+@torch.no_grad()
+def add_magnitudes(layers: Iterable[Any], adapter: str) -> None:
+    """Give PEFT's LoKr and LoHa layers magnitudes that are trained, the norms of the rows of their weights."""
+    for layer in layers:
+        weight = full_weight(layer.base_layer).float()
+        layer.dora_scale = nn.ParameterDict({adapter: nn.Parameter(weight.norm(dim=1))})
+        layer.merge = _refuse_merge
+
+
+def _refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("PEFT does not know of LoKr or LoHa with magnitudes; keep it beside the model")
+
+
+@torch.no_grad()
+def changed_weight(layer: Any, adapter: str) -> Tensor:
+    """W + D of a layer of PEFT's with LoRA, LoKr or LoHa, float32, without a magnitude. [N, K]"""
+    if adapter in getattr(layer, "lora_A", ()):
+        added = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+    elif hasattr(layer, "hada_w1_a"):
+        added = _loha_product(layer, adapter, torch.float32)
+    else:
+        first, *second = (each.float() for each in _lokr_factors(layer, adapter))
+        added = torch.kron(first, second[0] if len(second) == 1 else second[1] @ second[0])
+    weight = full_weight(layer.get_base_layer()).to(added.device).float()  # of a block that streams it may be elsewhere
+    return weight + layer.scaling[adapter] * added
+
+
+def oft_block_size(rows: int, most: int) -> int:
+    """Rows of a block: their largest divisor that is not above `most`; 1 rotates nothing."""
+    return next(size for size in range(min(most, rows), 0, -1) if rows % size == 0)
+
+
+def oft_change(blocks: Tensor) -> Tensor:
+    """R - 1 = 2 Q (1 - Q)^-1 of blocks, float32, exactly zero of zeros. [N / b, b, b]"""
+    skew = blocks.float() - blocks.float().mT
+    unit = torch.eye(skew.shape[-1], device=skew.device)
+    return 2 * torch.linalg.solve_ex(unit - skew, skew)[0]  # 1 - Q is never singular
+
+
+def apply_oft(model: nn.Module, targets: Sequence[str], size: int, adapter: str) -> None:
+    """Put OFT around these linears, in place, with blocks of at most this size, all zero."""
+    for name in targets:
+        base: Any = model.get_submodule(name)
+        model.set_submodule(name, _oft_class()(base, oft_block_size(base.out_features, size), adapter))
+
+
+@cache
+def _oft_class() -> type:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    class OftLinear(nn.Module, BaseTunerLayer):
+        adapter_layer_names = ("oft_blocks",)
+
+        def __init__(self, base: Any, size: int, adapter: str) -> None:
+            super().__init__()
+            self.base_layer, self._disable_adapters, self.merged_adapters = base, False, []
+            self.in_features, self.out_features = base.in_features, base.out_features
+            blocks = torch.zeros(base.out_features // size, size, size)
+            self.oft_blocks = nn.ParameterDict({adapter: nn.Parameter(blocks)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.base_layer(x)
+            if self._disable_adapters:
+                return y
+            (blocks,) = self.oft_blocks.values()
+            bias = self.base_layer.bias
+            rows = (y if bias is None else y - bias.to(y.dtype)).unflatten(-1, blocks.shape[:2])
+            change = oft_change(blocks).to(y.dtype)
+            return y + torch.einsum("...kn,knm->...km", rows, change).flatten(-2)
+
+    return OftLinear
 
 
 @cache
@@ -167,23 +249,43 @@ def _only_adapter(layer: Any, x: Tensor, tucker: Any) -> str | None:
     return None if layer.module_dropout[name] or layer.rank_dropout[name] else str(name)
 
 
-def _loha_output(layer: Any, x: Tensor) -> Tensor | None:
-    if (name := _only_adapter(layer, x, layer.hada_t1)) is None:
+def _lycoris_output(layer: Any, x: Tensor) -> Tensor | None:
+    magnitudes = layer._modules.get("dora_scale")
+    is_loha = hasattr(layer, "hada_w1_a")
+    if magnitudes is None:
+        name = _only_adapter(layer, x, layer.hada_t1 if is_loha else layer.lokr_t2)
+    else:  # PEFT would leave them out
+        name = None if layer.disable_adapters else next(iter(magnitudes))
+    if name is None:
         return None
-    a1, b1, a2, b2 = (getattr(layer, f"hada_w{n}_{side}")[name].to(x.dtype) for n in (1, 2) for side in "ab")
-    added = F.linear(x, (a1 @ b1) * (a2 @ b2))
-    return layer.base_layer(x) + added * layer.scaling[name]  # type: ignore[no-any-return]
+    y: Tensor = layer.base_layer(x)
+    if is_loha:
+        added = F.linear(x, _loha_product(layer, name, x.dtype)) * layer.scaling[name]
+    else:
+        added = _lokr_added(layer, x, name)
+    if magnitudes is None:
+        return y + added
+    bias = layer.base_layer.bias
+    ratio = magnitudes[name].float() / changed_weight(layer, name).norm(dim=1)
+    whole = added + (y if bias is None else y - bias.to(y.dtype))
+    return y + added + whole * (ratio - 1).to(y.dtype)
 
 
-def _lokr_output(layer: Any, x: Tensor) -> Tensor | None:
-    if (name := _only_adapter(layer, x, layer.lokr_t2)) is None:
-        return None
+def _loha_product(layer: Any, name: str, dtype: torch.dtype) -> Tensor:
+    a1, b1, a2, b2 = (getattr(layer, f"hada_w{n}_{side}")[name].to(dtype) for n in (1, 2) for side in "ab")
+    return (a1 @ b1) * (a2 @ b2)  # type: ignore[no-any-return]
+
+
+def _lokr_factors(layer: Any, name: str) -> tuple[Tensor, ...]:
+    """W1, and W2 or W2b and W2a."""
     first = layer.lokr_w1[name] if name in layer.lokr_w1 else layer.lokr_w1_a[name] @ layer.lokr_w1_b[name]
-    second = (layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name])
-    w1 = first.to(x.dtype)
-    rows = x.reshape(*x.shape[:-1], w1.shape[1], -1)
+    return first, *((layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name]))
+
+
+def _lokr_added(layer: Any, x: Tensor, name: str) -> Tensor:
+    first, *second = (each.to(x.dtype) for each in _lokr_factors(layer, name))
+    rows = x.reshape(*x.shape[:-1], first.shape[1], -1)
     for factor in second:
-        rows = F.linear(rows, factor.to(x.dtype))
+        rows = F.linear(rows, factor)
     scaling = layer.scaling[name]
-    added = F.linear(rows.mT, w1 if scaling == 1 else w1 * scaling).mT.flatten(-2)
-    return layer.base_layer(x) + added  # type: ignore[no-any-return]
+    return F.linear(rows.mT, first if scaling == 1 else first * scaling).mT.flatten(-2)

@@ -12,18 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora_file import DORA, LOHA, LOKR, MAGNITUDE, A, B, is_of_text
+from ..checkpoints.lora_file import DORA, FIRST, LOHA, LOKR, MAGNITUDE, OFT, A, B, is_of_text
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lora import lora_parameters, matches_any, place_lora_with_base, resolve_targets
-from ..patches.lora_linear import apply_fused_lora, apply_fused_lycoris
+from ..patches.lora_linear import (
+    add_magnitudes,
+    apply_fused_lora,
+    apply_fused_lycoris,
+    apply_oft,
+    changed_weight,
+    oft_block_size,
+)
 from ..quantization.frozen_linear import refuse_merge
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
-_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *LOKR, *LOHA))
+_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", DORA, *LOKR, *LOHA, OFT))
 _PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})\.{_ADAPTER}(\.weight)?$")
-_SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "dora_scale"}
+_SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": DORA}
 _TEXT_TARGETS = (f"{TEXT_ENCODERS}.*.encoder.layers.*",)
 _TEXT_PATTERN = rf"{TEXT_ENCODERS}\..*"  # for PEFT
 _ATTENTION = re.compile(r"attn|attention")  # in the names of attention's own linears, in diffusers and in ComfyUI
@@ -50,7 +57,7 @@ class LoraHandle:
 
         Of LoKr ".lokr_w1" [out1, in1], and ".lokr_w2" [out2, in2] or its factors ".lokr_w2_a" [out2, R] and
         ".lokr_w2_b" [R, in2]: the Kronecker product of the two is [out, in]. Of LoHa ".hada_w1_a" and ".hada_w2_a"
-        [out, R], ".hada_w1_b" and ".hada_w2_b" [R, in].
+        [out, R], ".hada_w1_b" and ".hada_w2_b" [R, in]. Of OFT ".oft_blocks" [out / b, b, b].
         """
         return {
             _file_name(name): parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters().items()
@@ -80,30 +87,37 @@ class LoraHandle:
         """
         for name, given in layers.items():
             layer: Any = self._text_layer(name, given) if is_of_text(name) else self.model.get_submodule(name)
-            if "lokr_w1" in given:
-                own = {kind: getattr(layer, kind)[_ADAPTER] for kind in LOKR if _ADAPTER in getattr(layer, kind)}
-                shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
-                if shapes[0] != shapes[1]:
-                    raise ValueError(
-                        f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor "
-                        "and lora.rank to those of the file"
-                    )
-                for kind, parameter in own.items():
-                    parameter.copy_(given[kind] / strength if kind == "lokr_w1" else given[kind])
-                continue
-            rank = given[A].shape[0]
-            layer.lora_A[_ADAPTER].weight[:rank] = given[A].to(layer.lora_A[_ADAPTER].weight)
-            layer.lora_B[_ADAPTER].weight[:, :rank] = (given[B] / strength).to(layer.lora_B[_ADAPTER].weight)
-            if _ADAPTER not in layer.lora_magnitude_vector:
+            if own := {
+                kind: each[_ADAPTER] for kind in (*LOKR, *LOHA, OFT) if _ADAPTER in (each := getattr(layer, kind, ()))
+            }:
+                self._take_over(name, own, given, strength)
+                magnitudes = getattr(layer, DORA, {})
+            else:
+                rank = given[A].shape[0]
+                layer.lora_A[_ADAPTER].weight[:rank] = given[A].to(layer.lora_A[_ADAPTER].weight)
+                layer.lora_B[_ADAPTER].weight[:, :rank] = (given[B] / strength).to(layer.lora_B[_ADAPTER].weight)
+                magnitudes = {each: module.weight for each, module in layer.lora_magnitude_vector.items()}
+            if _ADAPTER not in magnitudes:
                 continue
             if MAGNITUDE in given:
                 magnitude = given[MAGNITUDE].reshape(-1)
             elif DORA in given:  # ComfyUI's, see tensors_for_comfyui
                 magnitude = given[DORA].reshape(-1) / _norm_ratio(layer).cpu()
-            else:  # plain LoRA: the length that it gives the rows
-                magnitude = _changed_weight(layer).norm(dim=1)
-            own = layer.lora_magnitude_vector[_ADAPTER].weight
-            own.copy_(magnitude.to(own))
+            else:  # plain: the length that it gives the rows
+                magnitude = changed_weight(layer, _ADAPTER).norm(dim=1)
+            magnitudes[_ADAPTER].copy_(magnitude.to(magnitudes[_ADAPTER]))
+
+    def _take_over(self, name: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor], strength: float) -> None:
+        """Of LoKr, LoHa and OFT, which a file has cut alike."""
+        given = {kind: each for kind, each in given.items() if kind != DORA}
+        shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor "
+                "and lora.rank to those of the file"
+            )
+        for kind, parameter in own.items():
+            parameter.copy_(given[kind] / strength if kind in FIRST else given[kind])
 
     def _text_layer(self, name: str, given: Mapping[str, Tensor]) -> Any:
         """The layer of this fqn; the sizes of text encoders are not known before they are loaded."""
@@ -154,18 +168,10 @@ def without_lora(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _norm_ratio(layer: Any) -> Tensor:
-    """|W| / |W + sBA| of each row of an adapted linear, float32. [out]"""
-    changed = _changed_weight(layer)
+    """|W| / |W + D| of each row of an adapted linear, where D is what a LoRA, LoKr or LoHa adds, float32. [out]"""
+    changed = changed_weight(layer, _ADAPTER)
     weight = full_weight(layer.get_base_layer()).to(changed.device).float()
     return weight.norm(dim=1) / changed.norm(dim=1)
-
-
-@torch.no_grad()
-def _changed_weight(layer: Any) -> Tensor:
-    """W + sBA of an adapted linear, float32. [out, in]"""
-    a, b = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
-    weight = full_weight(layer.get_base_layer()).to(a.device).float()  # of a block that streams it may be on the host
-    return weight + layer.scaling[_ADAPTER] * (b @ a)
 
 
 def _file_name(parameter_name: str) -> str:
@@ -192,13 +198,23 @@ def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) 
             raise ValueError(
                 f'layers = "attention": no layer of {family.title} is called so; name them with lora.targets'
             )
+    if settings.kind == "oft":
+        modules: list[Any] = [model.get_submodule(name) for name in found]
+        single = [
+            n for n, each in zip(found, modules, strict=True) if oft_block_size(each.out_features, settings.rank) < 2
+        ]
+        if single:
+            raise ValueError(
+                f"OFT cannot cut the rows of {single[0]} ({len(single)} such layers) into blocks of 2 to "
+                f"{settings.rank}; set another lora.rank, or leave it out with lora.targets"
+            )
     of_text = resolve_targets(model, _TEXT_TARGETS) if hasattr(model, TEXT_ENCODERS) else []
     return [name for name in found if not is_of_text(name)] + of_text
 
 
 def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *, seed: int) -> LoraHandle:
     """Attach a fresh LoRA in place: A random, B zero, so the model's output does not change yet. LoKr and LoHa
-    likewise, where one factor is zero.
+    likewise, where one factor is zero, and OFT, whose blocks are zero.
 
     A is drawn on the CPU from seed alone, so it is the same however the model is split. Every LoRA weight is in
     settings.dtype, on the device of the layer it adapts, and the only thing that requires gradients afterwards.
@@ -209,8 +225,8 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
 
     targets = find_targets(model, family, settings)
     modules, has_text = "|".join(re.escape(name) for name in targets), any(map(is_of_text, targets))
-    config: Any
-    if settings.kind != "lora":
+    config: Any = None
+    if settings.kind in ("lokr", "loha"):
         of_kind = {"decompose_factor": settings.factor or -1} if settings.kind == "lokr" else {}
         config = {"lokr": LoKrConfig, "loha": LoHaConfig}[settings.kind](
             r=settings.rank,
@@ -218,7 +234,7 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
             target_modules=modules,
             **of_kind,
         )
-    else:
+    elif settings.kind == "lora":
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]
@@ -232,7 +248,12 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*merge", category=UserWarning)  # none is asked for here
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU of the process
-        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+        if config is None:
+            apply_oft(model, targets, settings.rank, _ADAPTER)
+        else:
+            inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    if settings.dora and settings.kind != "lora":
+        add_magnitudes(map(model.get_submodule, targets), _ADAPTER)
     place_lora_with_base(model)
     refuse_merge(model)
     dtype = getattr(torch, settings.dtype)

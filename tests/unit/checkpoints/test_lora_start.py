@@ -131,14 +131,25 @@ def test_dora_goes_on_from_plain_lora(name: str, tmp_path: Path) -> None:
     assert torch.allclose(_output(name, started), _output(name, model), rtol=1e-3, atol=1e-4)
 
 
-def test_lokr_goes_on_from_its_own_file_and_no_other_cut(tmp_path: Path) -> None:
-    model, handle = _trained("wan", kind="lokr")
-    written = lycoris_for_comfyui(FAMILIES["wan"], handle.tensors(), ALPHA / RANK)
+OTHERS: list[dict[str, Any]] = [
+    {"kind": "lokr"}, {"kind": "loha"}, {"kind": "oft"}, {"kind": "lokr", "dora": True}, {"kind": "loha", "dora": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=str)
+def test_other_kinds_go_on_from_their_own_files_and_no_other_cut(settings: dict[str, Any], tmp_path: Path) -> None:
+    model, handle = _trained("wan", **settings)
+    written = lycoris_for_comfyui(FAMILIES["wan"], handle.tensors_for_comfyui(), ALPHA / RANK)
     layers = _read(tmp_path / "a.safetensors", "wan", written)
-    started = _started("wan", layers, kind="lokr", rank=RANK, alpha=ALPHA)
+    started = _started("wan", layers, **settings, rank=RANK, alpha=5.0)
     assert torch.allclose(_output("wan", started), _output("wan", model), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(_output("wan", TINY["wan"].make_model()), _output("wan", model), rtol=1e-2)
     with pytest.raises(ValueError, match=r"set lora\.factor and lora\.rank"):
-        _started("wan", layers, kind="lokr", rank=RANK, alpha=ALPHA, factor=2)
+        _started(
+            "wan", layers, **settings, alpha=ALPHA, **{"rank": RANK, "factor": 2} if "lokr" in settings.values() else {}
+        )
+    with pytest.raises(ValueError, match=f'is of lora.kind = "{settings["kind"]}"'):
+        _started("wan", layers)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +190,10 @@ def test_a_file_of_another_kind_is_refused_before_its_tensors_are_read(tmp_path:
             "set lora.text_encoder = true.*or give a LoRA of the diffusion model alone",
         ),
         ("diffusion_model.nothing.lora_A.weight", (2, 4), "diffusion_model.nothing lacks lora_B.weight"),
-        ("diffusion_model.final_layer.linear.hada_w1_a", (2, 4), "which is no tensor of a LoRA"),
+        ("diffusion_model.final_layer.linear.hada_t1", (2, 4), "which is no tensor of a LoRA"),
         ("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", (2, 5), "is of another model"),
+        ("diffusion_model.final_layer.linear.hada_w1_a", (2, 4), "lacks hada_w1_b"),
+        ("diffusion_model.final_layer.linear.oft_blocks", (2, 4), "square blocks are read"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(key: str, shape: Any, message: str, tmp_path: Path) -> None:

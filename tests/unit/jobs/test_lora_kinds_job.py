@@ -20,8 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
 
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TRAIN = {"steps": 4, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}
-LOHA = {"kind": "loha", "rank": 2, "alpha": 2}
 LOKR = {"kind": "lokr", "rank": 2, "alpha": 2, "factor": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "lokr": LOKR, "loha": {"kind": "loha", "rank": 2, "alpha": 2}, "dokr": {**LOKR, "dora": True},
+    "oft": {"kind": "oft", "rank": 4},
+}  # fmt: skip
 
 
 def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> JobConfig:
@@ -80,29 +83,33 @@ def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme
     assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
 
 
-@pytest.mark.parametrize("lora", [pytest.param(LOKR, marks=pytest.mark.long), LOHA], ids=["lokr", "loha"])
-def test_both_kinds_train_on_copies_of_the_model(tmp_path: Path, lora: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("lokr", marks=pytest.mark.long), "loha", "dokr", "oft"])
+def test_every_kind_trains_on_copies_of_the_model(tmp_path: Path, kind: str) -> None:
     train = {"steps": 2}
-    plain = _run(_job(tmp_path, "plain", "wan", lora=lora, train=train))
-    copies = _run(_job(tmp_path, "copies", "wan", lora=lora, train=train, split=CARDS, parallel={"strategy": "data"}))
+    plain = _run(_job(tmp_path, "plain", "wan", lora=KINDS[kind], train=train))
+    way: dict[str, Any] = {"split": CARDS, "parallel": {"strategy": "data"}}
+    copies = _run(_job(tmp_path, "copies", "wan", lora=KINDS[kind], train=train, **way))
     assert copies.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-def test_loha_trains_alike_in_stages_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    plain = _run(_job(tmp_path, "plain", lora=LOHA))
-    assert len(set(plain.losses)) == 4 and any(key.endswith("hada_w2_b") for key in plain.lora)
-    staged = _run(_job(tmp_path, "pipeline", lora=LOHA, split=CARDS, parallel={"strategy": "pipeline"}))
-    assert staged.losses == plain.losses
-    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", lora=LOHA))
+@pytest.mark.parametrize("kind", ["loha", "dokr", "oft"])
+def test_other_kinds_train_alike_in_stages_and_resume_bit_for_bit(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
+    lora = KINDS[kind]
+    plain = _run(_job(tmp_path, "plain", lora=lora))
+    end = {"loha": ".hada_w2_b", "dokr": ".dora_scale", "oft": ".oft_blocks"}[kind]
+    assert len(set(plain.losses)) == 4 and any(key.endswith(end) for key in plain.lora)
+    for way in ({"parallel": {"strategy": "pipeline"}}, {"split": {**CARDS, "offloaded_blocks": [1, 0]}}):
+        found = _run(_job(tmp_path, str(len(way)) + next(iter(way)), lora=lora, **{"split": CARDS, **way}))
+        assert found.losses == plain.losses and all(torch.equal(found.lora[key], plain.lora[key]) for key in plain.lora)
+    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", lora=lora))
     assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
 
 
-def test_loha_is_refused_where_nobody_has_compared_it_and_begins_from_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r'lora.kind = "loha" is .* "tokens"'):
-        _job(tmp_path, "a", lora=LOHA, parallel={"strategy": "tokens"})
+def test_a_kind_begins_from_no_file_of_another(tmp_path: Path) -> None:
     first = _run(_job(tmp_path, "first", train={"steps": 1}))
     with emulated_cards(2), pytest.raises(ValueError, match=r'is of lora.kind = "lora"'):
-        check_job(_job(tmp_path, "b", lora={**LOHA, "start_from": str(first.lora_path)}))
+        check_job(_job(tmp_path, "b", lora={**KINDS["loha"], "start_from": str(first.lora_path)}))
 
 
 def test_lokr_is_refused_where_the_layout_has_no_place(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from devicebridge.checkpoints.lora_file import lycoris_for_comfyui
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import ModelFamily
 from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings, full_weight
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
@@ -107,8 +109,8 @@ def test_a_pattern_behind_an_exclamation_mark_leaves_layers_out():
     ("values", "message"),
     [
         ({"layers": "all", "targets": ("*.to_q",)}, "both say what is trained"),
-        ({"kind": "lokr", "dora": True}, "dora is of kind"), ({"kind": "lokr", "dropout": 0.5}, "dropout is of kind"),
-        ({"kind": "loha", "dora": True}, 'kind is "loha"'), ({"factor": 4}, 'belongs to kind = "lokr"'),
+        ({"kind": "oft", "dora": True}, 'kind is "oft"'), ({"kind": "lokr", "dropout": 0.5}, "dropout is of kind"),
+        ({"factor": 4}, 'belongs to kind = "lokr"'),
         ({"targets": ("text_encoder.*",)}, "set text_encoder = true"),
     ],
 )  # fmt: skip
@@ -117,42 +119,52 @@ def test_settings_that_contradict_each_other_are_refused(values, message):
         LoraSettings(**values)
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("flux1", "none"), ("wan", "int8-compute")])
-def test_loha_begins_with_no_change_and_is_a_product_of_two_loras(name, scheme):
+KINDS = {
+    "LoHa": {"kind": "loha"}, "LoKr": {"kind": "lokr"}, "LoKr, cut": {"kind": "lokr", "factor": 4},
+    "DoKr": {"kind": "lokr", "dora": True}, "LoHa with DoRA": {"kind": "loha", "dora": True}, "OFT": {"kind": "oft"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("flux1", "none"), ("flux2", "none"), ("wan", "int8-compute")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_begins_with_no_change_and_its_file_gives_comfyui_the_trained_layer(kind, name, scheme):
+    """ComfyUI's arithmetic, written out, of what the base computes: products, dora_scale / |W|, and rotated rows."""
     model, inputs = TINY[name].make_model(), TINY[name].make_inputs()
     if scheme != "none":
         apply_quantization(model, FAMILIES[name], QuantizeSettings(scheme))
     before = model(**inputs, return_dict=False)[0]
-    handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2, alpha=4, kind="loha"), seed=0)
+    settings = LoraSettings(**{"rank": 4 if kind == "OFT" else 2, "alpha": 4, **KINDS[kind]})
+    handle = apply_lora(model, FAMILIES[name], settings, seed=0)
     assert torch.equal(model(**inputs, return_dict=False)[0], before)
     _randomise(handle)
-    tensors = handle.tensors()
+    file = lycoris_for_comfyui(ModelFamily(**{**vars(FAMILIES[name]), "renames": ()}), handle.tensors_for_comfyui(), 2)
     for target in handle.targets:
         layer = model.get_submodule(target)
-        a1, b1, a2, b2 = (tensors[f"{target}.hada_w{part}"].double() for part in ("1_a", "1_b", "2_a", "2_b"))
-        change = 4 / 2 * torch.einsum("or,ri,os,si->oi", a1, b1, a2, b2).float()
-        x = torch.randn(3, change.shape[1], generator=torch.Generator().manual_seed(1))
-        assert torch.allclose(layer(x) - layer.base_layer(x), x @ change.T, rtol=1e-3, atol=1e-3), target
+        base, parts = layer.base_layer, {
+            key.rpartition(".")[2]: each.double() for key, each in file.items()
+            if key.rpartition(".")[0] == f"diffusion_model.{target}"
+        }  # fmt: skip
+        x = torch.randn(3, base.in_features, generator=torch.Generator().manual_seed(1))
+        bias = 0 if base.bias is None else base.bias.double()
+        expected = base(x).double() - bias
+        if "hada_w1_a" in parts:
+            factors = (parts[f"hada_w{each}"] for each in ("1_a", "1_b", "2_a", "2_b"))
+            expected += x.double() @ torch.einsum("or,ri,os,si->oi", *factors).T
+        elif "lokr_w1" in parts:
+            second = parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_a"] @ parts["lokr_w2_b"]
+            expected += x.double() @ torch.kron(parts["lokr_w1"], second).T
+        if "dora_scale" in parts:
+            assert parts["dora_scale"].shape == (base.out_features, 1)
+            expected *= parts["dora_scale"][:, 0] / full_weight(base).double().norm(dim=1)
+        if "oft_blocks" in parts:
+            (count, size, _), skew = parts["oft_blocks"].shape, parts["oft_blocks"] - parts["oft_blocks"].mT
+            turned = (torch.eye(size) + skew) @ torch.linalg.inv(torch.eye(size) - skew)
+            assert size == 4 and torch.allclose(turned @ turned.mT, torch.eye(size).double(), atol=1e-10)
+            expected = torch.einsum("xkn,knm->xkm", expected.view(-1, count, size), turned).flatten(1)
+        assert torch.allclose(layer(x).double(), expected + bias, rtol=1e-3, atol=1e-3), target
+        assert ("dora_scale" in parts) == settings.dora and not torch.allclose(layer(x), base(x), atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("name", "factor", "scheme"),
-    [("flux1", 0, "none"), ("flux2", 4, "none"), ("wan", 0, "int8-compute"), ("wan", 4, "int8-compute")],
-)
-def test_lokr_begins_with_no_change_and_is_its_kronecker_product(name, factor, scheme):
-    model, inputs = TINY[name].make_model(), TINY[name].make_inputs()
-    if scheme != "none":
-        apply_quantization(model, FAMILIES[name], QuantizeSettings(scheme))
-    before = model(**inputs, return_dict=False)[0]
-    handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2, alpha=4, kind="lokr", factor=factor), seed=0)
-    assert torch.equal(model(**inputs, return_dict=False)[0], before)
-    _randomise(handle)
-    tensors = handle.tensors()
-    for target in handle.targets:
-        layer = model.get_submodule(target)
-        second = tensors.get(f"{target}.lokr_w2")
-        if second is None:
-            second = tensors[f"{target}.lokr_w2_a"] @ tensors[f"{target}.lokr_w2_b"]
-        change = 4 / 2 * torch.kron(tensors[f"{target}.lokr_w1"], second)
-        x = torch.randn(3, change.shape[1], generator=torch.Generator().manual_seed(1))
-        assert torch.allclose(layer(x) - layer.base_layer(x), x @ change.T, rtol=1e-3, atol=1e-3), target
+def test_oft_of_rows_that_cannot_be_cut_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"cut the rows of .*blocks of 2 to 1; set another lora\.rank"):
+        find_targets(TINY["wan"].make_model(), FAMILIES["wan"], LoraSettings(kind="oft", rank=1))
