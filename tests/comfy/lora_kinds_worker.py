@@ -38,14 +38,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"kind": "lokr", "rank": 2, "alpha": 2.0},
     "loha": {"kind": "loha", "rank": 2, "alpha": 4.0},
     "dora": {"dora": True, "rank": 2, "alpha": 2.0},
+    "dokr": {"kind": "lokr", "dora": True, "rank": 2, "alpha": 2.0},
+    "oft": {"kind": "oft", "rank": 4},
 }
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TWO = {"gradient_accumulation_steps": 2}
 PLAIN = {"train": {"gradient_checkpointing": False}}
-# LoKr and LoHa in every way are in tests/unit/jobs/test_lora_kinds_job.py.
+# Other kinds in every way are in tests/unit/jobs/test_lora_kinds_job.py.
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
-    "lokr": {"plain": PLAIN},
-    "loha": {"plain": PLAIN},
+    **dict.fromkeys(KINDS, {"plain": PLAIN}),
     "dora": {
         "plain": PLAIN,
         "accumulated": {"train": TWO},
@@ -77,13 +78,14 @@ def _refusals(info: Any, folder: Path) -> dict[str, list[str]]:
     whole = _spellings(info)
     names = {name.rpartition(".lora_")[0] for name in whole["comfyui"]}
     layer, rows = min(names), len(whole["comfyui"][f"{min(names)}.lora_B.weight"])
-    lokr = {f"{layer}.lokr_w1": torch.ones(2, 2), f"{layer}.lokr_w2": torch.ones(2, 2)}
+    products = {f"{layer}.{kind}": torch.ones(2, 2) for kind in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")}
     files = {
-        "DoKr": {**lokr, f"{layer}.dora_scale": torch.ones(rows, 1)},
+        "OFT with a constraint": {f"{layer}.oft_blocks": torch.ones(2, 2, 2), f"{layer}.alpha": torch.tensor(2.0)},
+        "OFT with a scale": {f"{layer}.oft_blocks": torch.ones(2, 2, 2), f"{layer}.rescale": torch.ones(4, 1)},
         "zeros": {name: each * ("lora_A" in name) for name, each in whole["comfyui"].items()},
         "a bias": {**whole["comfyui"], f"{layer}.diff_b": torch.ones(rows)},
         "twice": {**whole["comfyui"], **whole["kohya"]},
-        "LoHa": {f"{layer}.{kind}": torch.ones(2, 2) for kind in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
+        "Tucker": {**products, f"{layer}.hada_t1": torch.ones(2, 2, 1, 1), f"{layer}.hada_t2": torch.ones(2, 2, 1, 1)},
     }
     found = {}
     for what, tensors in files.items():
@@ -117,14 +119,12 @@ def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dic
     stock = _stock(path)
     mapped = comfy.lora.load_lora(dict(trained.lora), comfy.lora.model_lora_keys_unet(stock, {}))
     modules = {key.partition(".lora_")[0].removesuffix(".dora_scale").removesuffix(".alpha") for key in trained.lora}
-    modules = {key.partition(".lokr_")[0].partition(".hada_")[0] for key in modules}
+    modules = {key.partition(".lokr_")[0].partition(".hada_")[0].removesuffix(".oft_blocks") for key in modules}
     found = {
         "written": _written(_job(path, encoded, folder, {"lora": KINDS[kind]}), family, info, stock),
         "losses": {way: result.losses for way, result in results.items()},
         "keys": [len(mapped), len(modules)],
     }
-    if kind == "loha":  # no training begins with one
-        return found
     started = _prediction(family, info, _started(info, trained.lora_path, **KINDS[kind]))
     return found | {
         "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
@@ -139,7 +139,7 @@ def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
     with torch.no_grad():
         for name, each in handle.parameters().items():
             noise = torch.randn(each.shape, generator=generator)
-            each.copy_(each * (1 + 0.1 * noise) if "magnitude" in name else 0.3 * noise)
+            each.copy_(each * (1 + 0.1 * noise) if "magnitude" in name or "dora" in name else 0.3 * noise)
     tensors = lora_file_tensors(SimpleNamespace(job=job, family=info.family), handle)  # type: ignore[arg-type]
     mapped = comfy.lora.load_lora(dict(tensors), comfy.lora.model_lora_keys_unet(stock, {}))
     return _distance(_prediction(family, info, model), _prediction(family, info, _patched(info, stock, mapped)))

@@ -648,7 +648,7 @@ def by_tokens(bench: Bench) -> Figures:
             is_shared = not log.warning.called
     assert is_shared, "two cards computed the sample whole"
     for what, more in _BESIDE.items():
-        if bench.is_long or (what == "weight offload" and bench.name == "FLUX.1"):
+        if bench.is_long or (what in ("weight offload", "LoHa", "DoKr", "OFT") and bench.name == "FLUX.1"):
             wanted = bench.first_step(f"{what} on 1", _one_card() | {**more, "split": _one_card()["split"]})
             figures[what] = _shared_among(bench, 2, wanted, more)
     if bench.is_long:
@@ -670,6 +670,8 @@ def by_tokens(bench: Bench) -> Figures:
 _LONGER_THAN_PROMPT = {"HiDream-O1": (3, 128, 160), "HiDream-O1 with a reference": (3, 512, 512)}
 _BESIDE: dict[str, dict[str, Any]] = {
     "int8": {"model": {"quantize": "int8"}},
+    "LoHa": {"lora": {"kind": "loha", "rank": 2}}, "DoKr": {"lora": {"kind": "lokr", "rank": 2, "dora": True}},
+    "OFT": {"lora": {"kind": "oft", "rank": 4}},
     "activation offload": {"train": {"offload_activations": "on"}},
     "weight offload": {"split": {**CARDS, "offloaded_blocks": [2, 2]}},
 }

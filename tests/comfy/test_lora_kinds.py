@@ -14,8 +14,8 @@ NAMES = ("flux2", *(pytest.param(name, marks=pytest.mark.long) for name in _LONG
 @pytest.fixture(scope="module", params=NAMES)
 def examined(request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("kinds")
-    found = run_worker("lora_kinds_worker.py", comfyui, folder, request.param)[0]
-    return found or pytest.skip(f"the ComfyUI of these tests has no class of {request.param}")
+    found = run_worker("lora_kinds_worker.py", comfyui, folder, request.param)  # of {} it reads no line
+    return found[0] if found else pytest.skip(f"the ComfyUI of these tests has no class of {request.param}")
 
 
 def test_dora_trains_alike_in_stages(examined: dict[str, Any]) -> None:
@@ -24,13 +24,12 @@ def test_dora_trains_alike_in_stages(examined: dict[str, Any]) -> None:
     assert len(set(losses["plain"])) == len(set(losses["pipeline"])) == 3
 
 
-@pytest.mark.parametrize("kind", ["lokr", "loha", "dora"])
+@pytest.mark.parametrize("kind", ["lokr", "loha", "dora", "dokr", "oft"])
 def test_the_stock_loader_maps_all_of_it_and_computes_what_was_trained(kind: str, examined: dict[str, Any]) -> None:
     found, written = examined[kind]["keys"]
     assert found == written > 0
     assert examined[kind]["written"] < 1e-5
-    if kind != "loha":
-        assert examined[kind]["difference"] < 1e-5 < 1e-3 < examined[kind]["change"]
+    assert examined[kind]["difference"] < 1e-5 < 1e-3 < examined[kind]["change"]
 
 
 def test_training_begins_as_the_stock_model_with_the_same_file(examined: dict[str, Any]) -> None:
@@ -46,8 +45,8 @@ def test_the_preset_attention_is_a_part_of_all(examined: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("DoKr", "(DoKr)"), ("zeros", "changes nothing"), ("a bias", "kind diff"), ("twice", "there twice"),
-        ("LoHa", "kind loha"),
+        ("OFT with a constraint", "constraint"), ("zeros", "changes nothing"), ("a bias", "kind diff"),
+        ("twice", "there twice"), ("Tucker", "kind loha"), ("OFT with a scale", "kind oft"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_right_is_refused_for_what_it_is(what: str, named: str, examined: dict[str, Any]) -> None:

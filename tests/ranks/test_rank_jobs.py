@@ -35,7 +35,10 @@ CARDS = [f"lazy:{index}" for index in range(4)]
 BRIEF = {"steps": 5}
 SHORT = {} if LONG else BRIEF
 PICTURES = {"train": {"steps": 2, "gradient_accumulation_steps": 3}, "samples": {"prompts": ["a cat"], "steps": 2}}
-LOKR = {"lora": {"kind": "lokr"}, "train": {**BRIEF, "ema_decay": 0.5}}
+KINDS = {
+    "lokr": {"lora": {"kind": "lokr"}, "train": {**BRIEF, "ema_decay": 0.5}},
+    "loha": {"lora": {"kind": "loha"}, "train": {"steps": 2}}, "oft": {"lora": {"kind": "oft"}, "train": {"steps": 2}},
+}  # fmt: skip
 HALF = {"model": {"dtype": "bfloat16"}, "train": {"steps": 3}, "evaluation": {"folder": ""}}
 MACHINES = {"train": {"steps": 2}, "samples": {"prompts": ["a cat"]}}
 # On two ranks. Cards are emulated ones, two for each rank; they are slow, so those runs are short in a short run.
@@ -145,14 +148,14 @@ def on_two(folder, alone, on_four):
     plan += [
         {"job": folder / "changed.toml", "resume": True},
         {"job": _job(folder, "pictures", parallel={"strategy": "fsdp"}, **PICTURES)[1]},
-        {"job": _job(folder, "lokr", parallel={"strategy": "fsdp"}, **LOKR)[1]},
+        *({"job": _job(folder, kind, parallel={"strategy": "fsdp"}, **more)[1]} for kind, more in KINDS.items()),
         {"job": _job(folder, "half", parallel={"strategy": "fsdp"}, **HALF)[1]},
         {"job": _job(folder, "machines", parallel={"strategy": "fsdp"}, **MACHINES)[1], "spread": True},
         *_refused(folder), *_planned_as_cards(folder),
     ]  # fmt: skip
     results = run_jobs(folder, plan, count=2)
     others = [f"other {name}" for name in _others()]
-    names = [*jobs, *["chain"] * LONG, "changed", "pictures", "lokr", "half", "machines", *others, *KEPT]
+    names = [*jobs, *["chain"] * LONG, "changed", "pictures", *KINDS, "half", "machines", *others, *KEPT]
     return dict(zip(names, results, strict=True))
 
 
@@ -236,12 +239,14 @@ def test_a_rank_of_fsdp_reads_its_rows_alone_and_holds_one_tensors_at_a_time(fol
     assert first["at_once"] == largest
 
 
-def test_a_lokr_and_its_average_are_those_of_one_process(folder, on_two):
-    job, _ = _job(folder, "lokr alone", **LOKR)
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_kind_and_its_average_are_those_of_one_process(kind, folder, on_two):
+    job, _ = _job(folder, f"{kind} alone", **KINDS[kind])
     expected = run_job(job)
-    assert on_two["lokr"]["losses"] == pytest.approx(expected.losses, rel=1e-5)
-    found, wanted = (load_file(folder / name / job.output.file_name) for name in ("lokr", "lokr_alone"))
-    assert any("lokr" in name for name in wanted) and _difference(found, wanted) < 1e-4
+    assert on_two[kind]["losses"] == pytest.approx(expected.losses, rel=1e-5)
+    found, wanted = (load_file(folder / name / job.output.file_name) for name in (kind, f"{kind}_alone"))
+    mark = {"lokr": "lokr", "loha": "hada", "oft": "oft_blocks"}[kind]
+    assert any(mark in name for name in wanted) and _difference(found, wanted) < 1e-4
 
 
 def test_processes_of_which_one_has_no_bfloat16_all_compute_in_float16(folder, on_two, monkeypatch):

@@ -125,7 +125,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("flux1", "none"), ("flux2", "none"), ("wan", "int8-compute")])
+@pytest.mark.parametrize(("name", "scheme"), [("flux1", "none"), ("wan", "int8"), ("wan", "int8-compute")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_begins_with_no_change_and_its_file_gives_comfyui_the_trained_layer(kind, name, scheme):
     """ComfyUI's arithmetic, written out, of what the base computes: products, dora_scale / |W|, and rotated rows."""
