@@ -213,7 +213,7 @@ def _fault_of_numbers(kind: str, tensor: Tensor) -> str:
     return f"{what}, which is 0 and takes the layer away" if kind == "alpha" and not float(tensor) else ""
 
 
-def _fault_of_shapes(parts: Mapping[str, Tensor]) -> str:
+def _fault_of_shapes(parts: Layer) -> str:
     shapes = {kind: list(tensor.shape) for kind, tensor in parts.items() if kind in (A, B, *LOKR, *LOHA)}
     if OFT in parts and (parts[OFT].ndim != 3 or parts[OFT].shape[1] != parts[OFT].shape[2]):
         return f"has {OFT} {list(parts[OFT].shape)}, and square blocks are read"

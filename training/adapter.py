@@ -87,9 +87,8 @@ class LoraHandle:
         """
         for name, given in layers.items():
             layer: Any = self._text_layer(name, given) if is_of_text(name) else self.model.get_submodule(name)
-            if own := {
-                kind: each[_ADAPTER] for kind in (*LOKR, *LOHA, OFT) if _ADAPTER in (each := getattr(layer, kind, ()))
-            }:
+            kinds: dict[str, Any] = {kind: getattr(layer, kind, {}) for kind in (*LOKR, *LOHA, OFT)}
+            if own := {kind: each[_ADAPTER] for kind, each in kinds.items() if _ADAPTER in each}:
                 self._take_over(name, own, given, strength)
                 magnitudes = getattr(layer, DORA, {})
             else:

@@ -670,7 +670,8 @@ def by_tokens(bench: Bench) -> Figures:
 _LONGER_THAN_PROMPT = {"HiDream-O1": (3, 128, 160), "HiDream-O1 with a reference": (3, 512, 512)}
 _BESIDE: dict[str, dict[str, Any]] = {
     "int8": {"model": {"quantize": "int8"}},
-    "LoHa": {"lora": {"kind": "loha", "rank": 2}}, "DoKr": {"lora": {"kind": "lokr", "rank": 2, "dora": True}},
+    "LoHa": {"lora": {"kind": "loha", "rank": 2}},
+    "DoKr": {"lora": {"kind": "lokr", "rank": 2, "dora": True}},
     "OFT": {"lora": {"kind": "oft", "rank": 4}},
     "activation offload": {"train": {"offload_activations": "on"}},
     "weight offload": {"split": {**CARDS, "offloaded_blocks": [2, 2]}},
