@@ -1,20 +1,19 @@
-"""Tools on LoRA files: scaled, merged, cut to a lower rank, taken from two models, written in another layout.
+"""Tools on LoRA files: opened, scaled, merged, cut to a lower rank, and written.
 
-Layers are read, computed in float32 and written one at a time. A LoRA changes a weight by strength B A, and every tool
-says what it makes of that:
+Layers are read, computed in float32 and written one at a time. Every tool says what it makes of the change of a weight:
 
     scale      the same times a number
-    merge      the sum over files of weight strength B A: A stacked, B side by side, so the rank is the sum of ranks
-    resize     the best approximation of a lower rank (Eckart, Young 1936), by QR of B and A^T and an SVD of R x R
-    extract    the same of tuned - base, by a randomized SVD (Halko, Martinsson, Tropp, arXiv 0909.4061)
-    convert    what lora_file.py writes of it
+    merge      the sum over files of weight times change. Of LoRA: A stacked, B side by side, the rank a sum of ranks
+    resize     the best approximation of a lower rank (Eckart, Young 1936). Of LoRA by QR of B and A^T, and SVD of R x R
+    extract    the same of tuned - base, by a randomized SVD (lora_extract.py)
+    convert    what lora_file.py writes of it (lora_convert.py)
 
 New factors have the strength in B, and an alpha that is their rank. What metadata say of rank, alpha and hashes of the
 tensors is no longer true, and goes.
 
-A DoRA's magnitude depends on the model's weights, and a LoKr has no rank to be cut. Both get new names at most, and all
-else is refused, as LoHa and others are. A convolution is a LoRA of its weight as a matrix [out, in * height * width],
-as ComfyUI and kohya's scripts have it.
+A sum or a lower rank of other kinds than LoRA is a plain LoRA, by a randomized SVD of what they change
+(lora_change.py). With magnitudes, and of OFT, that depends on the model's weights. A convolution is a LoRA of its
+weight as a matrix [out, in * height * width], as ComfyUI and kohya's scripts have it.
 """
 
 from __future__ import annotations
@@ -23,39 +22,35 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..families.naming import Stack, find_by_diffusers, find_by_original, originals_of
-from ..families.registry import FAMILIES, find_family
-from ..families.spec import ModelFamily
-from ..patches.lora import matches_any
 from ..version import VERSION
-from . import lora_file, lora_start
-from .checkpoint import read_tensor_records
-from .header import FLOAT_TYPES, TensorRecord
-from .lora_file import ALPHA, DORA, LOKR, MAGNITUDE, A, B, Layer, LoraLayout
-from .lora_start import LayerNames, Names, is_text_layer, layer_size
-from .model_class import Shapes, expected_shapes
-from .model_files import first
-from .weight_file import WeightReader, open_weights, read_rows, write_tensors
+from . import lora_start
+from .lora_change import (
+    DIFFUSERS,
+    KOHYA,
+    Base,
+    Energy,
+    added_rows,
+    changed_rows,
+    cut_rank,
+    low_rank,
+    needs_weight,
+    title_of,
+)
+from .lora_file import ALPHA, FIRST, A, B, Layer
+from .lora_start import Names, is_text_layer, layer_size
+from .weight_file import WeightReader, open_weights, write_tensors
 
 Tensors = Iterator[tuple[str, Tensor]]
-FileLayout = Literal["original", "diffusers", "both", "kohya"]
-LAYOUTS: tuple[FileLayout, ...] = ("original", "diffusers", "both", "kohya")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-_KOHYA = {A: "lora_down.weight", B: "lora_up.weight"}
-ORIGINAL, KOHYA, DIFFUSERS = "diffusion_model.", "lora_unet_", "transformer."  # prefixes
 _STALE = re.compile(r"ss_network_(dim|alpha)|sshs_.*|modelspec\.hash.*|lora_adapter_metadata|devicebridge_file")
-_PAIRS = ((A, B), ("lokr_w2_b", "lokr_w2_a"))
-_OVERSAMPLED, _ITERATIONS, _SEED = 16, 4, 0  # of the randomized SVD
-_ROWS = 1024  # that are subtracted at a time
 
 
 @dataclass(frozen=True)
@@ -79,23 +74,36 @@ class LoraFile:
 
     def cast(self, tensor: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
         """As the file's tensor of this name is, in another type or its own. Raises: ValueError for infinite numbers."""
-        own = self.reader.get_tensor(name).dtype
-        wanted = dtype or (own if own in DTYPES.values() else torch.bfloat16 if own.itemsize == 1 else torch.float32)
+        wanted = self._wanted(self.reader.get_tensor(name).dtype, dtype)
         if sides := self.reader.header.tensors[name].shape[2:]:  # of a convolution
             tensor = tensor.reshape(len(tensor), -1, *sides)
-        return _finite(tensor, wanted, f"{name} of {self.path}")
+        return finite(tensor, wanted, f"{name} of {self.path}")
 
-    def with_factors(self, layer: str, down: Tensor, up: Tensor, alpha: Tensor, dtype: torch.dtype | None) -> Tensors:
+    def type_of(self, layer: str) -> torch.dtype:
+        """Of its matrices."""
+        return self.reader.get_tensor(next(name for kind, name in self.names[layer].items() if kind != ALPHA)).dtype
+
+    def with_parts(self, layer: str, parts: Layer, dtype: torch.dtype | None) -> Tensors:
         """A layer's tensors under their names, with others in them; an alpha only where the file has one."""
         own = self.names[layer]
-        yield own[A], self.cast(down, own[A], dtype)
-        yield own[B], self.cast(up, own[B], dtype)
-        if ALPHA in own:
-            yield own[ALPHA], _finite(alpha.reshape(()), torch.float32, f"{own[ALPHA]} of {self.path}")
+        for kind, each in parts.items():
+            if kind == ALPHA and kind in own:
+                yield own[kind], finite(each.reshape(()), torch.float32, f"{own[kind]} of {self.path}")
+            elif kind in own:
+                yield own[kind], self.cast(each, own[kind], dtype)
+            elif kind != ALPHA:  # a plain LoRA of another kind
+                yield (
+                    f"{layer}.{kind}",
+                    finite(each, self._wanted(self.type_of(layer), dtype), f"{layer} of {self.path}"),
+                )
+
+    @staticmethod
+    def _wanted(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+        return dtype or (own if own in DTYPES.values() else torch.bfloat16 if own.itemsize == 1 else torch.float32)
 
 
-def _finite(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
-    """In that type."""
+def finite(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    """In that type. Raises: ValueError for infinite numbers."""
     tensor = tensor.to(dtype)
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{what} would not be finite as {str(dtype).removeprefix('torch.')}; use --dtype float32")
@@ -104,13 +112,13 @@ def _finite(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
 
 @contextmanager
 def open_lora(path: Path) -> Iterator[LoraFile]:
-    """Raises: ValueError naming the file, and the layer or tensor that is of no sound LoRA, DoRA or LoKr."""
+    """Raises: ValueError naming the file, and the layer or tensor that is of no sound LoRA, DoRA, LoKr, LoHa or OFT."""
     with open_weights(path) as reader:
         names, others = lora_start.group_parts(path, reader.keys())
         if others or not names:
             raise ValueError(
-                f"{path} has {others[0] if others else 'no tensor'}, and tensors of LoRA, DoRA and LoKr are read alone "
-                f"({len(others)} of {len(reader.keys())} are others); give such a file"
+                f"{path} has {others[0] if others else 'no tensor'}, and tensors of LoRA, DoRA, LoKr, LoHa and OFT are "
+                f"read alone ({len(others)} of {len(reader.keys())} are others); give such a file"
             )
         for layer in names:
             lora_start.refuse_unsound_layer(path, layer, LoraFile(path, reader, names, {}).parts(layer))
@@ -119,16 +127,14 @@ def open_lora(path: Path) -> Iterator[LoraFile]:
         yield LoraFile(path, reader, names, strengths)
 
 
-def kind_of(names: Names) -> str:
-    """Of a layer."""
-    return "LoKr" if any(kind in names for kind in LOKR) else "DoRA" if DORA in names or MAGNITUDE in names else "LoRA"
-
-
-def _refuse_kinds(file: LoraFile, done: str) -> None:
-    """Raises: ValueError for DoRA and LoKr."""
+def refuse_kinds(file: LoraFile, done: str) -> None:
+    """Raises: ValueError for other kinds than LoRA."""
     for layer, names in file.names.items():
-        if (kind := kind_of(names)) != "LoRA":
-            raise ValueError(f"{file.path}: {layer} is a {kind}, which cannot be {done}; give a plain LoRA")
+        if (title := title_of(names)) != "LoRA":
+            raise ValueError(
+                f"{file.path}: {layer} is a {title}, which cannot be {done}; make a plain LoRA of it with devicebridge "
+                "lora resize --rank"
+            )
 
 
 # ---- what is written
@@ -176,22 +182,97 @@ def write(result: Result, out: Path) -> None:
 # ---- scale, merge, resize
 
 
-def combine(
-    files: Sequence[tuple[LoraFile, float]], rank: int = 0, share: float = 1.0, dtype: torch.dtype | None = None
-) -> Result:
+@dataclass(frozen=True)
+class Combined:
+    """What is asked of a sum of files: a rank (0: none), a share of squared norms, a number type, a model's weights."""
+
+    rank: int = 0
+    share: float = 1.0
+    dtype: torch.dtype | None = None
+    base: Base | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self.rank) or self.share < 1
+
+
+def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
     """The sum of files with weights, each layer cut to a rank or to the fewest that keep a share of its squared norm.
 
-    A layer has the names of the first file with it. One of a single file that is not cut keeps its matrices where it
-    has an alpha, which takes the weight.
+    A layer has the names of the first file with it. One of a single file that is not cut keeps its kind and its
+    matrices; its alpha takes the weight, or else its first matrix.
 
-    Raises: ValueError for other kinds than LoRA, and for files of several models or layouts.
+    Raises: ValueError for files of several models or layouts, and for a rank or a base that is needed and missing.
     """
+    sizes = _sizes_of(files, asked)
+
+    def tensors() -> Tensors:
+        for layer, size in sizes.items():
+            having = [(file, weight, file.layer(layer)) for file, weight in files if layer in file.names]
+            (lead, factor, own), energy, type_of = having[0], (0.0, 0.0), asked.dtype
+            is_plain = all(title_of(each) == "LoRA" for _, _, each in having)
+            if len(having) == 1 and not (
+                asked.is_cut and (not is_plain or asked.share < 1 or asked.rank < len(own[A]))
+            ):
+                parts = _scaled(own, factor)
+            else:
+                weighted = [(lora_start.with_strength(each), weight) for _, weight, each in having]
+                if is_plain:
+                    down, up = (
+                        torch.cat([each[A] for each, _ in weighted]),
+                        torch.cat([each[B] * weight for each, weight in weighted], dim=1),
+                    )
+                    if asked.rank and asked.rank < len(down) or asked.share < 1:
+                        down, up, energy = cut_rank(down, up, asked.rank, asked.share)
+                else:
+                    down, up, energy = _cut_sum(layer, size, weighted, asked)
+                parts = {A: down, B: up, ALPHA: torch.tensor(float(len(down)))}
+                types = {file.type_of(layer) for file, _, _ in having}
+                type_of = asked.dtype or (torch.float32 if len(types) > 1 else None)
+            result.note(layer, len(parts.get(A, ())), energy)
+            yield from lead.with_parts(layer, parts, type_of)
+            for file, _ in files:
+                file.reader.release()
+
+    said = " + ".join(file.path.name + (f" x {weight:g}" if weight != 1 else "") for file, weight in files)
+    cut = (f"rank {asked.rank}" if asked.rank else "", f"{asked.share:g} of energy" if asked.share < 1 else "")
+    did = ", ".join(filter(None, (said, *cut)))
+    return (result := Result(tensors(), did, files[0][0].reader.header.metadata))
+
+
+def _scaled(own: Layer, factor: float) -> Layer:
+    """The same layer times a number."""
+    if factor == 1:
+        return own
+    has_alpha = ALPHA in own and any(kind in own for kind in lora_start.RANKED)
+    kind = ALPHA if has_alpha else next(kind for kind in (B, *FIRST) if kind in own)
+    return {**own, kind: own[kind] * factor}
+
+
+def _cut_sum(
+    layer: str, size: tuple[int, int], weighted: Sequence[tuple[Layer, float]], asked: Combined
+) -> tuple[Tensor, Tensor, Energy]:
+    """The best LoRA of the asked rank of a weighted sum of layers of any kind."""
+    if asked.base is not None and any(needs_weight(each) for each, _ in weighted):
+        weight, size = asked.base.rows_of(layer, size)
+
+    def rows(start: int, end: int) -> Tensor:
+        found = [
+            factor * (changed_rows(each, weight, start, end) if needs_weight(each) else added_rows(each, start, end))
+            for each, factor in weighted
+        ]
+        return torch.stack(found).sum(0)
+
+    return low_rank(rows, size, asked.rank, asked.share)
+
+
+def _sizes_of(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every layer. Raises: as combine."""
     sizes: dict[str, tuple[tuple[int, int], Path]] = {}
     for file, weight in files:
-        _refuse_kinds(file, "scaled, merged or resized")
         if not math.isfinite(weight) or not weight:
             raise ValueError(f"{file.path} times {weight:g} is no LoRA; give another number")
-        if (rank or share < 1) and len({p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)}) > 1:
+        if asked.is_cut and len({p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)}) > 1:
             raise ValueError(f"{file.path} has layers twice, for both loaders; convert it to original before it is cut")
         ours, theirs = ([n for n in names if not is_text_layer(n)] or list(names) for names in (file.names, sizes))
         if theirs and not {*ours} & {*theirs}:
@@ -199,302 +280,26 @@ def combine(
                 f"{file.path} has no layer of {files[0][0].path}: one begins with {ours[0]}, the other with "
                 f"{theirs[0]}; give LoRAs of one model and layout, as devicebridge lora convert makes them"
             )
-        for layer in file.names:
+        for layer, names in file.names.items():
             size = layer_size(file.parts(layer))
             known, path = sizes.setdefault(layer, (size, file.path))
-            if known != size:
+            if not (lora_start.has_size(known, size) or lora_start.has_size(size, known)):
                 raise ValueError(f"{layer} is {known} in {path} and {size} in {file.path}; give LoRAs of one model")
-
-    def tensors() -> Tensors:
-        for layer in sizes:
-            having = [(file, weight, file.layer(layer)) for file, weight in files if layer in file.names]
-            lead, factor, own = having[0]
-            down, up, energy = torch.cat([each[A] for _, _, each in having]), own[B], (0.0, 0.0)
-            alpha, type_of = own.get(ALPHA, torch.ones(())) * factor, dtype
-            if len(having) == 1 and share == 1 and (not rank or rank >= len(down)):
-                up = up if ALPHA in own else up * factor
-            else:
-                up = torch.cat([lora_start.with_strength(each)[B] * weight for _, weight, each in having], dim=1)
-                if rank and rank < len(down) or share < 1:
-                    down, up, energy = cut_rank(down, up, rank, share)
-                alpha = torch.tensor(float(len(down)))
-                types = {file.reader.get_tensor(file.names[layer][B]).dtype for file, _, _ in having}
-                type_of = dtype or (torch.float32 if len(types) > 1 else None)
-            result.note(layer, len(down), energy)
-            yield from lead.with_factors(layer, down, up, alpha, type_of)
-            for file, _ in files:
-                file.reader.release()
-
-    said = " + ".join(file.path.name + (f" x {weight:g}" if weight != 1 else "") for file, weight in files)
-    cut = (f"rank {rank}" if rank else "", f"{share:g} of energy" if share < 1 else "")
-    did = ", ".join(filter(None, (said, *cut)))
-    return (result := Result(tensors(), did, files[0][0].reader.header.metadata))
+            sizes[layer] = max(known, size), path
+            _refuse_lacking(file, layer, names, files, weight, asked)
+    return {layer: size for layer, (size, _) in sizes.items()}
 
 
-def cut_rank(down: Tensor, up: Tensor, rank: int, share: float = 1.0) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """Of A [R, in] and B [out, R] the best of a lower rank (0 for any), and the squared norm before and after."""
-    q_up, r_up = torch.linalg.qr(up)
-    q_down, r_down = torch.linalg.qr(down.mT)
-    left, values, right = torch.linalg.svd(r_up @ r_down.mT, full_matrices=False)
-    return _factors(q_up @ left, values, right @ q_down.mT, rank or len(values), share)
-
-
-def _factors(
-    left: Tensor, values: Tensor, right: Tensor, rank: int, share: float = 1.0
-) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    energy = values.double().square().cumsum(0)
-    enough = int((energy < share * energy[-1]).sum()) + 1 if share < 1 else len(values)
-    kept = min(rank, enough, len(values))
-    root = values[:kept].sqrt()
-    return root[:, None] * right[:kept], left[:, :kept] * root, (float(energy[-1]), float(energy[kept - 1]))
-
-
-# ---- extract
-
-
-def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloat16) -> Result:
-    """A model less another, layer by layer, at this rank. Layers that are alike are left out.
-
-    Base is rounded to tuned's number type first, so that a weight that was not trained gives zeros.
-
-    Raises: ValueError for files that differ in names or shapes, and for rounded weights.
-    """
-    (ours, outside), (theirs, _) = _model_records(tuned), _model_records(base)
-    for name in ours | theirs:
-        one, other = (list(of[name].shape) if name in of else "missing" for of in (ours, theirs))
-        if one != other:
-            raise ValueError(f"{name} is {one} in {tuned} and {other} in {base}; give files of one model and layout")
-    layers = [name.removesuffix(".weight") for name, record in ours.items() if _is_layer(name, record)]
-    is_diffusers = any(
-        all(find_by_diffusers(layer, family.renames) for layer in layers)
-        and not all(find_by_original(layer, family.renames) for layer in layers)
-        for family in FAMILIES.values()
-    )
-
-    def tensors() -> Tensors:
-        with ExitStack() as stack:
-            files = {record.file for records in (ours, theirs) for record in records.values()}
-            readers = {file: stack.enter_context(open_weights(file, is_model=True)) for file in files}
-            for name, record in ours.items():
-                change = _change(readers, record, theirs[name])
-                if change is not None and _is_layer(name, record):
-                    layer = (DIFFUSERS if is_diffusers else ORIGINAL) + name.removesuffix(".weight")
-                    down, up, energy = low_rank(change.flatten(1), rank)
-                    result.note(layer, len(down), energy)
-                    more = (1,) * (len(record.shape) - 2)
-                    yield f"{layer}.{A}", _finite(down.reshape(-1, *record.shape[1:]), dtype, f"{name} of {tuned}")
-                    yield f"{layer}.{B}", _finite(up.reshape(*up.shape, *more), dtype, f"{name} of {tuned}")
-                    if not is_diffusers:
-                        yield f"{layer}.{ALPHA}", torch.tensor(float(len(down)))
-                elif change is not None:
-                    result.left_out.append(name)
-                for reader in readers.values():
-                    reader.release()
-
-    if not is_diffusers and (tuned.is_dir() or "conv_in.weight" in ours):  # a UNet of diffusers
-        raise ValueError(f"{tuned} has names that no loader is known to read; give both files as ComfyUI has them")
-    return (result := Result(tensors(), f"{tuned.name} - {base.name}, rank {rank}", {}, left_out=outside))
-
-
-def _is_layer(name: str, record: TensorRecord) -> bool:
-    return name.endswith(".weight") and len(record.shape) > 1
-
-
-def _model_records(path: Path) -> tuple[dict[str, TensorRecord], list[str]]:
-    """The tensors of a diffusion model by their names in the file, without its prefix, and others of the file.
-
-    Raises: ValueError for weights that are rounded to 8 bits or less.
-    """
-    _, headers, records = read_tensor_records(path)
-    if rounded := [record for record in records.values() if record.dtype not in FLOAT_TYPES]:
-        raise ValueError(
-            f"{path} has {rounded[0].key} as {rounded[0].dtype} ({len(rounded)} such tensors), which rounds away much "
-            "of what a training changes; give the file in bf16, fp16 or fp32"
-        )
-    used = {record.key for record in records.values()}
-    return records, [key for header in headers for key in header.tensors if key not in used]
-
-
-def _change(readers: Mapping[Path, WeightReader], ours: TensorRecord, theirs: TensorRecord) -> Tensor | None:
-    """Ours less theirs, float32, some rows at a time; None if they are alike."""
-    change = torch.empty(ours.shape or (1,))
-    for start in range(0, len(change), _ROWS):
-        end = min(start + _ROWS, len(change))
-        mine, other = (
-            read_rows(readers[each.file], each, start, end) if each.shape else readers[each.file].get_tensor(each.key)
-            for each in (ours, theirs)
-        )
-        change[start:end] = mine.float() - other.to(mine.dtype).float()
-    if not torch.isfinite(change).all():
-        raise ValueError(f"{ours.key} is not finite in {ours.file} or {theirs.file}, as {ours.dtype}; give other files")
-    return change if change.any() else None
-
-
-def low_rank(change: Tensor, rank: int) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """As cut_rank, of a matrix [out, in]; the same numbers every time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        left, values, right = torch.svd_lowrank(change, min(rank + _OVERSAMPLED, *change.shape), niter=_ITERATIONS)
-    down, up, (_, kept) = _factors(left, values, right.mT, rank)
-    return down, up, (float(torch.linalg.vector_norm(change)) ** 2, kept)
-
-
-# ---- which model, and convert
-
-
-@dataclass(frozen=True)
-class Model:
-    """A family whose names a file has. stacks: what each layer is. variants: those of its sizes."""
-
-    family: ModelFamily
-    names: LayerNames
-    stacks: Mapping[str, Stack]
-    variants: Sequence[str]
-
-    def original(self, layer: str) -> str:
-        (name,) = originals_of(self.stacks[layer].members[:1], self.family.renames)
-        return name
-
-    def is_original(self, layer: str) -> bool:
-        """Whether the file calls it as the makers do."""
-        return self.stacks[layer].original == self.original(layer)
-
-
-def find_models(file: LoraFile, family: str = "") -> list[Model]:
-    """The families that have all these layers: those of their sizes, if some are, else by names. Text is left out."""
-    sizes = {layer: layer_size(file.parts(layer)) for layer in file.names if not is_text_layer(layer)}
-    found = []
-    for each in (find_family(family),) if family else FAMILIES.values():
-        shapes = {variant.name: expected_shapes(each, variant.transformer_config) for variant in each.variants}
-        linears = {n.removesuffix(".weight") for own in shapes.values() for n in own if len(own[n]) == 2}
-        names = LayerNames(each, linears)
-        stacks = {layer: stack for layer in sizes if (stack := names.find(layer)) is not None}
-        if stacks.keys() == sizes.keys() and sizes:
-            variants = [name for name, own in shapes.items() if _have_sizes(own, stacks, sizes)]
-            found.append(Model(each, names, stacks, variants))
-    return [model for model in found if model.variants] or found
-
-
-def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
-    """Kind, number type, rank, alpha, strength, size [out, in], Frobenius norm of what it adds before a magnitude."""
-    parts, whole, own = file.parts(layer), lora_start.with_strength(file.layer(layer)), file.names[layer]
-    pair = next(((whole[down], whole[up]) for down, up in _PAIRS if down in whole), None)
-    norms = [whole[kind].norm() for kind in ("lokr_w1", "lokr_w2") if kind in whole]
-    if pair is not None:
-        norms.append(((pair[0] @ pair[0].mT) * (pair[1].mT @ pair[1])).sum().clamp(min=0).sqrt())
-    rank = next((len(parts[kind]) for kind in lora_start.RANKED if kind in parts), None)
-    alpha = float(parts[ALPHA]) if ALPHA in parts else None
-    return {
-        "kind": kind_of(own),
-        "type": str(next(each.dtype for kind, each in parts.items() if kind != ALPHA)).removeprefix("torch."),
-        "rank": rank,
-        "alpha": alpha,
-        "strength": (alpha / rank if alpha and rank else 1.0)
-        * math.prod(file.strengths.get(n, 1) for n in own.values()),
-        "size": layer_size(parts),
-        "norm": math.prod(map(float, norms)),
-    }
-
-
-def describe_loaders(file: LoraFile, model: Model) -> dict[str, str]:
-    """What ComfyUI 0.33.0 and diffusers 0.42.1 make of a file's layers, as far as is known from their names."""
-    family, unread = model.family, []
-    for layer, stack in model.stacks.items():
-        original, name = stack.original, stack.members[0]
-        if model.is_original(layer):
-            known = [ORIGINAL + original, KOHYA + original.replace(".", "_")]
-        elif family.shared_lora_names == "diffusers" and not matches_any(name, family.unread_lora):
-            known = [DIFFUSERS + name, name, *(p + name.replace(".", "_") for p in ("lycoris_", "lora_transformer_"))]
-        else:
-            known = []
-        if layer not in known or MAGNITUDE in file.names[layer] and DORA not in file.names[layer]:
-            unread.append(layer)
-    members = {name for stack in model.stacks.values() for name in stack.members}
-    is_dora = any(kind_of(names) == "DoRA" for names in file.names.values())
-    others = "not known here; convert it to diffusers"
-    if {DIFFUSERS + name for name in members} <= model.stacks.keys():
-        others = "loads all layers"
-    elif all(layer == ORIGINAL + stack.original for layer, stack in model.stacks.items()):
-        lost = lora_file.what_is_lost(family, sorted(members), "original", is_dora)
-        others = lost.get("diffusers", "loads all layers")
-    missed = f", not {first(unread)}" if unread else ""
-    return {
-        "ComfyUI": f"loads {len(model.stacks) - len(unread)} of {len(model.stacks)} layers{missed}",
-        "diffusers": others,
-    }
-
-
-def _have_sizes(shapes: Shapes, stacks: Mapping[str, Stack], sizes: Mapping[str, tuple[int, int]]) -> bool:
-    for layer, stack in stacks.items():
-        members = [shapes.get(f"{member}.weight", (0, 0)) for member in stack.members]
-        if sizes[layer] != (sum(rows for rows, *_ in members), members[0][1]):
-            return False
-    return True
-
-
-def convert(file: LoraFile, layout: FileLayout, family: str = "", dtype: torch.dtype | None = None) -> Result:
-    """The file in another layout. "kohya" is "original" under kohya's names, whose dots are underscores.
-
-    Where only names change, tensors of every kind stay as they are. A family "" is found.
-
-    Raises: ValueError for names that are not known, and for what the layout cannot hold.
-    """
-    models = find_models(file, family)
-    did, layers = f"{file.path.name} converted to {layout}", [each for each in file.names if not is_text_layer(each)]
-    alike = [model for model in models if all(map(model.is_original, layers))]
-    if layout in ("original", "kohya") and (alike or not models and all(each.startswith(ORIGINAL) for each in layers)):
-        named = {each: alike[0].original(each) if alike else each.removeprefix(ORIGINAL) for each in layers}
-        return Result(_renamed(file, named, layout, dtype), did, file.reader.header.metadata)
-    if len(models) != 1 or not (family or models[0].variants):
-        known = ", ".join(each.title for each in FAMILIES.values())
-        may_be = f"may be of {' or '.join(each.family.title for each in models)}; name it with --family"
-        odd = next(iter(layers or file.names))
-        other = f'has {odd}, which is of none of {known}; of other models "original" becomes "kohya" alone'
-        raise ValueError(f"{file.path} {may_be if models else other}")
-    (model,) = models
-    _refuse_kinds(file, f"converted to {layout} from these names")
-    if len(layers) < len(file.names):
-        raise ValueError(f"{file.path} also changes a text encoder; give a LoRA of the model alone")
-    target: LoraLayout = "original" if layout == "kohya" else layout
-    lora_file.check_lora_layout(
-        model.family, [m for stack in model.stacks.values() for m in stack.members], target, dora=False
-    )
-    return Result(_rewritten(file, model, target, layout == "kohya", dtype), did, file.reader.header.metadata)
-
-
-def _renamed(file: LoraFile, named: Mapping[str, str], layout: FileLayout, dtype: torch.dtype | None) -> Tensors:
-    for layer, own in file.names.items():
-        if MAGNITUDE in own:
-            raise ValueError(f"{file.path}: {layer} has a magnitude of PEFT's, which ComfyUI does not read")
-        parts = file.layer(layer)
-        if A in own and ALPHA not in own:
-            parts[ALPHA] = torch.tensor(float(len(parts[A])))
-        for kind, each in parts.items():
-            new = f"{ORIGINAL}{named[layer]}.{kind}" if layer in named else ""
-            name = _in_layout(new, layout) if new else own.get(kind, f"{layer}.{kind}")
-            yield name, each if kind == ALPHA else file.cast(each, own[kind], dtype)
-        file.reader.release()
-
-
-def _rewritten(file: LoraFile, model: Model, layout: LoraLayout, is_kohya: bool, dtype: torch.dtype | None) -> Tensors:
-    groups: dict[str, list[str]] = {}  # which layers of the file are in one of the makers'
-    for layer in model.stacks:
-        groups.setdefault(model.original(layer), []).append(layer)
-    for layers in groups.values():
-        own = {layer: file.layer(layer) for layer in layers}
-        placed = lora_start.place_layers(file.path, own, model.family, model.names)
-        for parts in placed.values():  # so that what was one layer of the makers' becomes one of the same rank
-            parts[A] = next(each[A] for each in placed.values() if torch.equal(each[A], parts[A]))
-        trained = {f"{name}.{kind}": each for name, parts in placed.items() for kind, each in parts.items()}
-        for name, tensor in lora_file.make_lora_tensors(model.family, layout, trained, trained, 1.0, 1).items():
-            each = tensor if name.endswith(f".{ALPHA}") else file.cast(tensor, file.names[layers[0]][B], dtype)
-            yield _in_layout(name, "kohya" if is_kohya else layout), each
-        file.reader.release()
-
-
-def _in_layout(name: str, layout: FileLayout) -> str:
-    """A tensor's name in "kohya", of that in "original"."""
-    part = lora_start.find_part(name) if layout == "kohya" else None
-    if part is None:
-        return name
-    return f"{KOHYA}{part.layer.removeprefix(ORIGINAL).replace('.', '_')}.{_KOHYA.get(part.kind, part.kind)}"
+def _refuse_lacking(
+    file: LoraFile, layer: str, names: Names, files: Sequence[tuple[LoraFile, float]], weight: float, asked: Combined
+) -> None:
+    """Raises: ValueError for a rank or weights that this layer's kind needs, and that are not there."""
+    is_added = asked.is_cut or sum(layer in each.names for each, _ in files) > 1
+    if (title := title_of(names)) == "LoRA" or not is_added and (weight == 1 or not needs_weight(names)):
+        return
+    lacking = [] if asked.rank else ["--rank, the rank of the plain LoRA that is made of it"]
+    if needs_weight(names) and asked.base is None:
+        lacking.append("--base, the model's file, on whose weights the change depends")
+    if lacking:
+        tool = "" if is_added else "devicebridge lora merge FILE:NUMBER with "
+        raise ValueError(f"{file.path}: {layer} is a {title}; give {tool}{', and '.join(lacking)}")

@@ -59,6 +59,8 @@ def add_lora_tools(parser: argparse.ArgumentParser) -> None:
         if name in ("merge", "resize", "extract"):
             is_needed = name == "extract"
             command.add_argument("--rank", type=_rank, default=0, required=is_needed, help="the rank that is kept")
+        if name in ("merge", "resize"):
+            command.add_argument("--base", type=Path, help="the model's file: DoRA and OFT change by its weights")
         if name == "resize":
             command.add_argument(
                 "--energy", type=_share, default=1.0, help="share of the squared norm to be kept, 0 to 1"
@@ -86,7 +88,9 @@ def _share(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """One tool on its files. Raises: ValueError naming the file and what is wrong with it."""
+    from ..checkpoints import lora_convert, lora_extract
     from ..checkpoints import lora_tools as tools
+    from ..checkpoints.lora_change import open_base
 
     if getattr(options, "model", None):
         from .native import need_comfyui
@@ -102,9 +106,11 @@ def run(options: argparse.Namespace) -> int:
         tools.refuse_place(options.output)
         dtype = tools.DTYPES.get(options.dtype)
         if options.tool == "extract":
-            made = tools.extract(options.tuned, options.base, options.rank, dtype or tools.DTYPES["bfloat16"])
+            made = lora_extract.extract(options.tuned, options.base, options.rank, dtype or tools.DTYPES["bfloat16"])
         elif options.tool == "convert":
-            made = tools.convert(stack.enter_context(tools.open_lora(options.file)), options.to, options.family, dtype)
+            made = lora_convert.convert(
+                stack.enter_context(tools.open_lora(options.file)), options.to, options.family, dtype
+            )
         else:
             if options.tool == "resize" and not options.rank and options.energy == 1:
                 raise ValueError(f"{options.file} is resized to --rank, --energy or both; give one")
@@ -112,7 +118,9 @@ def run(options: argparse.Namespace) -> int:
                 [(options.file, getattr(options, "by", 1.0))] if options.tool != "merge" else _weighted(options.files)
             )
             files = [(stack.enter_context(tools.open_lora(path)), weight) for path, weight in weighted]
-            made = tools.combine(files, getattr(options, "rank", 0), getattr(options, "energy", 1.0), dtype)
+            base = stack.enter_context(open_base(getattr(options, "base", None)))
+            asked = tools.Combined(getattr(options, "rank", 0), getattr(options, "energy", 1.0), dtype, base)
+            made = tools.combine(files, asked)
         tools.write(made, options.output)
     say(_summary(made, options.output))
     return 0
@@ -133,7 +141,7 @@ def _weighted(texts: Sequence[str]) -> list[tuple[Path, float]]:
 def _summary(made: Result, output: Path) -> str:
     from ..checkpoints.model_files import first
 
-    ranks = sorted(made.ranks.values())
+    ranks = sorted(filter(None, made.ranks.values()))
     lines = [f"{output}: {made.did}"]
     if ranks:
         lines.append(f"{len(ranks)} layers of rank {_span(ranks)}")
@@ -150,18 +158,18 @@ def _span(values: Sequence[float]) -> str:
 
 
 def collect(file: LoraFile) -> dict[str, Any]:
-    """What is known of a file. norm: of what a layer adds to its weight (Frobenius), before a DoRA's magnitude."""
-    from ..checkpoints import lora_tools as tools
+    """What is known of a file; of its layers, as describe_layer."""
+    from ..checkpoints import lora_convert
 
     layers = []
     for layer in file.names:
-        layers.append({"name": layer, **tools.describe_layer(file, layer)})
+        layers.append({"name": layer, **lora_convert.describe_layer(file, layer)})
         file.reader.release()
-    models = tools.find_models(file)
+    models = lora_convert.find_models(file)
     return {
         "file": str(file.path),
         "models": {model.family.title: list(model.variants) for model in models},
-        "loaders": {model.family.title: tools.describe_loaders(file, model) for model in models},
+        "loaders": {model.family.title: lora_convert.describe_loaders(file, model) for model in models},
         "layers": layers,
         "metadata": dict(file.reader.header.metadata),
     }

@@ -19,7 +19,8 @@ import comfy.lora_convert
 import comfy.sd
 import folder_paths  # noqa: F401 - by which a process is known to have ComfyUI in it
 import torch
-from devicebridge.checkpoints.lora_tools import describe_loaders, find_models, open_lora
+from devicebridge.checkpoints.lora_convert import describe_loaders, find_models
+from devicebridge.checkpoints.lora_tools import open_lora
 from devicebridge.cli.main import main
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
 from safetensors.torch import load_file, save_file

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints import lora_tools
+from devicebridge.checkpoints import lora_change
+from devicebridge.checkpoints.lora_convert import LAYOUTS
 from devicebridge.checkpoints.lora_file import make_lora_tensors
 from devicebridge.cli.main import main
 from devicebridge.families.registry import FAMILIES
@@ -202,6 +203,99 @@ def test_names_of_diffusers_stay_such(tmp_path: Path) -> None:
     assert not any(name.endswith("alpha") for name in found)  # strength 1 for both loaders
 
 
+# ---- other kinds
+
+KINDS = ("LoKr", "LoKr, cut", "LoHa", "DoRA", "DoRA of PEFT", "DoKr", "OFT")
+PLACES = {  # names of a layer, the tensor of a model with it, and which rows of that
+    X: ("blocks.0.ffn.0.weight", 0), "lora_unet_blocks_0_ffn_0": ("blocks.0.ffn.0.weight", 0),
+    "transformer.transformer_blocks.0.attn.to_k": ("double_blocks.0.img_attn.qkv.weight", 12),
+}  # fmt: skip
+
+
+def _other(kind: str, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A layer's tensors, and what ComfyUI's arithmetic (of the last but one, PEFT's) adds to a weight, float64."""
+    parts = {
+        f"hada_w{n}_{side}": _noise(n + 5 * (side == "a"), *((12, 2) if side == "a" else (2, 20)))
+        for n in (1, 2)
+        for side in "ab"
+    }
+    a1, b1, a2, b2 = (parts[f"hada_w{each}"].double() for each in ("1_a", "1_b", "2_a", "2_b"))
+    parts, change = parts | {"alpha": torch.tensor(3.0)}, 3 / 2 * (a1 @ b1) * (a2 @ b2)
+    if kind in ("LoKr", "LoKr, cut", "DoKr"):
+        parts = {
+            "lokr_w1": _noise(2, 3, 4),
+            "lokr_w2": _noise(3, 4, 5),
+            "alpha": torch.tensor(7.0),
+        }  # which is not read
+        change = torch.kron(parts["lokr_w1"].double(), parts["lokr_w2"].double())
+    if kind == "LoKr, cut":
+        parts["lokr_w2_a"], parts["lokr_w2_b"] = _noise(4, 4, 2), _noise(5, 2, 5)
+        del parts["lokr_w2"]
+        change = (
+            7 / 2 * torch.kron(*(each.double() for each in (parts["lokr_w1"], parts["lokr_w2_a"] @ parts["lokr_w2_b"])))
+        )
+    if kind.startswith("DoRA"):
+        parts = {"lora_A.weight": _noise(6, 3, 20), "lora_B.weight": _noise(7, 12, 3), "alpha": torch.tensor(1.5)}
+        change = 0.5 * parts["lora_B.weight"].double() @ parts["lora_A.weight"].double()
+    whole = weight.double()
+    if kind.startswith("Do"):
+        scale, is_peft = _noise(8, 12, 1).abs() + 1, kind.endswith("PEFT")
+        parts["lora_magnitude_vector" if is_peft else "dora_scale"] = scale.reshape(-1) if is_peft else scale
+        length = (whole + change if is_peft else whole).norm(dim=1, keepdim=True)
+        change = scale.double() * (whole + change) / length - whole
+    if kind == "OFT":
+        parts = {"oft_blocks": 0.3 * _noise(9, 4, 3, 3)}
+        skew = (parts["oft_blocks"] - parts["oft_blocks"].mT).double()
+        turned = (torch.eye(3) + skew) @ torch.linalg.inv(torch.eye(3) - skew)
+        change = torch.einsum("knm,kni->kmi", turned, whole.view(4, 3, 20)).reshape(12, 20) - whole
+    return {f"{name}.{end}": each for end, each in parts.items()}, change
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_become_the_best_lora_of_a_rank(kind, name, is_streamed, tmp_path, monkeypatch, capsys) -> None:
+    key, first = PLACES[name]
+    base = {key: _noise(20, 36, 20) if first else _noise(20, 12, 20), "still": _noise(1, 9)}
+    tensors, change = _other(kind, name, base[key][first : first + 12])
+    source, plain = _file(tmp_path / "a.safetensors", tensors), _file(tmp_path / "p.safetensors", _layer(name, 1))
+    if is_streamed:
+        monkeypatch.setattr(lora_change, "_HELD", 0)
+        monkeypatch.setattr(lora_change, "_ROWS", 5)
+    more = ["--base", _file(tmp_path / "base.safetensors", base)] if kind == "OFT" or kind.startswith("Do") else []
+    _run("resize", source, "--rank", 12, *more, "-o", tmp_path / "whole.safetensors")
+    _assert_close(_changes(load_file(tmp_path / "whole.safetensors")), {name: change})
+    _run("resize", source, "--rank", 2, *more, "-o", tmp_path / "two.safetensors")
+    best = _best(change, 2)  # singular values that are close mix in float32
+    _assert_close(_changes(load_file(tmp_path / "two.safetensors")), {name: best}, 1e-4)
+    assert f"{(best.norm() / change.norm()) ** 2:.1%} of the squared norm" in capsys.readouterr().out
+    _run("merge", f"{source}:0.5", f"{plain}:-2", "--rank", 12, *more, "-o", tmp_path / "sum.safetensors")
+    expected = {name: 0.5 * change - 2 * _changes(load_file(plain))[name]}
+    _assert_close(_changes(load_file(tmp_path / "sum.safetensors")), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_are_scaled_as_they_are_and_shown_with_their_norms(kind, tmp_path, capsys) -> None:
+    weight = _noise(20, 12, 20)
+    source = _file(tmp_path / "a.safetensors", _other(kind, X, weight)[0])
+    out, needs_base = tmp_path / "b.safetensors", kind == "OFT" or kind.startswith("Do")
+    assert main(["lora", "scale", str(source), "--by", "0.5", "-o", str(out)]) == (2 if needs_base else 0)
+    message = capsys.readouterr().err
+    assert not needs_base or all(
+        each in message for each in (str(source), X, kind.partition(" ")[0], "--base", "merge")
+    )
+    _run("inspect", source, "--json")
+    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    assert (layer["kind"], layer["size"]) == (kind.split(" of")[0].split(",")[0], [12, 0 if kind == "OFT" else 20])
+    if needs_base:
+        return
+    for file, factor in ((source, 1), (out, 0.5)):
+        _run("inspect", file, "--json")
+        (layer,) = json.loads(capsys.readouterr().out)["layers"]
+        assert layer["norm"] == pytest.approx(factor * float(_other(kind, X, weight)[1].norm()), rel=1e-5)
+    assert load_file(out).keys() == load_file(source).keys()
+
+
 # ---- refusals
 
 
@@ -318,7 +412,7 @@ def test_every_layout_becomes_every_other(tmp_path: Path) -> None:
         }
         sources["kohya"] = tmp_path / f"{name}_original_kohya.safetensors"
         for one, source in sources.items():
-            for two in lora_tools.LAYOUTS:
+            for two in LAYOUTS:
                 out = tmp_path / f"{name}_{one}_{two}.safetensors"
                 _run("convert", source, "--to", two, "--family", name, "-o", out)
                 _assert_close(_in_place(name, load_file(out)), expected)
