@@ -1,4 +1,5 @@
-"""Peak host memory of every tool of `devicebridge lora` on files of FLUX.1 (12 billion weights, 24 GB in bf16).
+"""Peak host memory of every tool of `devicebridge lora` on files of FLUX.1 (12 billion weights, 24 GB in bf16) or, with
+--family flux2, of FLUX.2 (32 billion, 64 GB).
 
 The two models are files with a hole: base is zeros, and tuned has random numbers in the layers of some blocks, the
 largest among them. The LoRA files have random numbers in every layer. Each tool runs in a process of its own, whose
@@ -23,8 +24,8 @@ import torch
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.model_class import expected_shapes
 from devicebridge.checkpoints.weight_file import write_tensors
-from devicebridge.families.flux1 import FLUX1
 from devicebridge.families.naming import originals_of
+from devicebridge.families.registry import FAMILIES
 from random_checkpoint import write_hollow
 
 TUNED = ("double_blocks.0.", "single_blocks.0.", "single_blocks.37.")  # what differs between the two
@@ -41,18 +42,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=128, help="of the LoRA files; that of extract is a quarter")
     parser.add_argument("--folder", type=Path, help="for the files")
+    parser.add_argument("--family", default="flux1", choices=FAMILIES)
+    parser.add_argument("--tools", nargs="*", help="these alone")
     arguments = parser.parse_args()
-    sizes = {}
-    shapes = expected_shapes(FLUX1, FLUX1.variants[0].transformer_config)
-    for original, stack in originals_of(shapes, FLUX1.renames).items():
+    sizes, family = {}, FAMILIES[arguments.family]
+    shapes = expected_shapes(family, family.variants[0].transformer_config)
+    for original, stack in originals_of(shapes, family.renames).items():
         members = [shapes[member] for member in stack.members]
         sizes[original] = (sum(shape[0] for shape in members), *members[0][1:])
     with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
-        base, tuned, lora = (Path(made) / f"{name}.safetensors" for name in ("base", "tuned", "lora"))
+        base, tuned, lora, dokr = (Path(made) / f"{name}.safetensors" for name in ("base", "tuned", "lora", "dokr"))
         num_bytes = write_hollow(base, sizes)
         write_hollow(tuned, sizes)
         _fill(tuned)
         write_tensors(lora, _factors(sizes, arguments.rank), {})
+        write_tensors(dokr, _dokr(sizes), {})
         less = str(arguments.rank // 4)
         tools = {
             "merge": [str(lora), f"{lora}:0.5"],
@@ -61,11 +65,16 @@ def main() -> None:
             "scale": [str(lora), "--by", "0.5"],
             "inspect": [str(lora)],
             "resize": [str(lora), "--rank", less],
+            "merge dokr": [str(dokr), f"{dokr}:0.5", "--base", str(tuned), "--rank", less],
         }
         found = {"model_gb": num_bytes / 1e9, "lora_gb": lora.stat().st_size / 1e9, "rank": arguments.rank}
         for tool, options in tools.items():
+            if arguments.tools and tool not in arguments.tools:
+                continue
             output = Path(made) / "out.safetensors"
-            found[tool] = _measured(["lora", tool, *options, *([] if tool == "inspect" else ["-o", str(output)])])
+            found[tool] = _measured(
+                ["lora", tool.split()[0], *options, *([] if tool == "inspect" else ["-o", str(output)])]
+            )
             output.unlink(missing_ok=True)
     print(json.dumps(found, indent=1))
 
@@ -87,6 +96,16 @@ def _factors(sizes: dict[str, tuple[int, ...]], rank: int) -> Iterator[tuple[str
             yield f"{layer}.lora_A.weight", torch.randn(rank, shape[1]).to(torch.bfloat16)
             yield f"{layer}.lora_B.weight", torch.randn(shape[0], rank).to(torch.bfloat16)
             yield f"{layer}.alpha", torch.tensor(float(rank))
+
+
+def _dokr(sizes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of the layers that tuned has numbers in."""
+    for name, shape in sizes.items():
+        if len(shape) == 2 and name.startswith(TUNED):
+            layer = f"diffusion_model.{name.removesuffix('.weight')}"
+            yield f"{layer}.lokr_w1", torch.randn(64, 64).to(torch.bfloat16)
+            yield f"{layer}.lokr_w2", torch.randn(shape[0] // 64, shape[1] // 64).to(torch.bfloat16)
+            yield f"{layer}.dora_scale", torch.ones(shape[0], 1)
 
 
 def _measured(arguments: list[str]) -> dict[str, float]:

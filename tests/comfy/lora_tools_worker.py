@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FOLDER, *NAMES = sys.argv[2:]
+KINDS = ("LoKr", "LoHa", "DoRA", "DoKr", "OFT")
 OURS = ("flux1", "flux2", "wan")  # whose names are known in every layout
 RANK, ALPHA = 3, 1.5
 PREFIX = "diffusion_model."
@@ -72,6 +73,24 @@ def examine(name: str) -> dict[str, Any]:
         out = folder / f"{kind}.safetensors"
         assert main(["lora", *map(str, arguments), "-o", str(out)]) == 0
         found[kind] = _differences(stock, out, expected)
+    linears = dict([each for each in weights.items() if each[1].ndim == 2][:6])
+    zero, few = _write(folder / "few.safetensors", linears, 2), folder / "few.safetensors"
+    for kind in KINDS:
+        source = _write_kind(folder / f"{kind}.safetensors", linears, kind)
+        alone = _added(stock, source, linears)[0]
+        both = {key: 0.5 * alone[key] - 2 * each for key, each in zero.items()}
+        more = [] if kind in ("LoKr", "LoHa") else ["--base", path]
+        tools: dict[str, tuple[list[Any], Mapping[str, Tensor]]] = {
+            "convert": (["convert", source, "--to", "kohya"], alone),
+            "resize": (["resize", source, "--rank", 999, *more], alone),
+            "merge": (["merge", f"{source}:0.5", f"{few}:-2", "--rank", 999, *more], both),
+        }
+        if not more:
+            tools["scale"] = (["scale", source, "--by", 0.3], {key: 0.3 * each for key, each in alone.items()})
+        for tool, (arguments, expected) in tools.items():
+            out = folder / f"{kind} {tool}.safetensors"
+            assert main(["lora", *map(str, arguments), "-o", str(out)]) == 0
+            found[f"{kind} {tool}"] = _differences(stock, out, expected, linears)
     odd = load_file(a) | {f"{PREFIX}nowhere.lora_{each}.weight": torch.ones(2, 2) for each in "AB"}
     save_file(odd, folder / "odd.safetensors")
     with small_sizes(family), redirect_stdout(io.StringIO()) as said:
@@ -99,6 +118,30 @@ def _write(path: Path, weights: Mapping[str, Tensor], seed: int) -> dict[str, Te
     return changes
 
 
+def _write_kind(path: Path, weights: Mapping[str, Tensor], kind: str) -> Path:
+    """A LoRA of this kind of every weight."""
+    generator, tensors = torch.Generator().manual_seed(7), {}
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 4
+
+    for layer, weight in weights.items():
+        rows, columns = weight.shape
+        if kind == "OFT":
+            parts = {"oft_blocks": draw(rows // 4, 4, 4)}
+        elif kind == "LoHa":
+            parts = {f"hada_w{n}_{s}": draw(*((rows, 2) if s == "a" else (2, columns))) for n in (1, 2) for s in "ab"}
+        elif kind in ("LoKr", "DoKr"):
+            parts = {"lokr_w1": draw(2, 2), "lokr_w2_a": draw(rows // 2, 2), "lokr_w2_b": draw(2, columns // 2)}
+        else:
+            parts = {"lora_A.weight": draw(2, columns), "lora_B.weight": draw(rows, 2)}
+        parts |= {"alpha": torch.tensor(3.0)} if kind != "OFT" else {}
+        parts |= {"dora_scale": weight.norm(dim=1, keepdim=True) * (1 + draw(rows, 1))} if kind[:2] == "Do" else {}
+        tensors |= {f"{layer}.{key}": each for key, each in parts.items()}
+    save_file(tensors, path)
+    return path
+
+
 def _best(changes: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     found = {}
     for key, each in changes.items():
@@ -107,20 +150,29 @@ def _best(changes: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     return found
 
 
-def _differences(stock: Any, file: Path, expected: Mapping[str, Tensor]) -> list[Any]:
-    """The most that a weight differs, as ComfyUI's own arithmetic makes it; tensors that it does not map."""
+def _added(stock: Any, file: Path, weights: Mapping[str, Tensor] = {}) -> tuple[dict[str, Tensor], list[str]]:
+    """What ComfyUI's own arithmetic adds to each weight, of those that are given; tensors that it does not map."""
     named = comfy.lora_convert.convert_lora(load_file(file))
     mapped = comfy.lora.load_lora(named, comfy.lora.model_lora_keys_unet(stock, {}), log_missing=False)
     patches: dict[str, list[Any]] = {}
     for place, adapter in mapped.items():
         key, offset, function = (place, None, None) if isinstance(place, str) else (*place, None, None)[:3]
         patches.setdefault(key, []).append((1.0, adapter, 1.0, offset, function or (lambda each: each)))
-    assert patches.keys() == expected.keys(), patches.keys() ^ expected.keys()
-    most = 0.0
+    shapes = {key: each.shape for key, each in stock.state_dict().items()}
+    added = {}
     for key, own in patches.items():
-        added = comfy.lora.calculate_weight(own, torch.zeros(expected[key].shape), key)
-        most = max(most, float((added - expected[key]).norm() / expected[key].norm()))
-    return [most, sorted(set(named) - {key for adapter in mapped.values() for key in adapter.loaded_keys})]
+        weight = weights.get(key.removesuffix(".weight"), torch.zeros(shapes[key])).float()
+        added[key] = comfy.lora.calculate_weight(own, weight.clone(), key) - weight
+    return added, sorted(set(named) - {key for adapter in mapped.values() for key in adapter.loaded_keys})
+
+
+def _differences(
+    stock: Any, file: Path, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor] = {}
+) -> list[Any]:
+    """The most that a weight differs, as ComfyUI's own arithmetic makes it; tensors that it does not map."""
+    added, unread = _added(stock, file, weights)
+    assert added.keys() == expected.keys(), added.keys() ^ expected.keys()
+    return [max(float((added[key] - each).norm() / each.norm()) for key, each in expected.items()), unread]
 
 
 def _loaders(name: str, stock: Any, folder: Path) -> list[list[Any]]:

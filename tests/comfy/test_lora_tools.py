@@ -21,7 +21,7 @@ def examined(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.mark.parametrize("name", NAMES)
 def test_every_result_adds_what_was_asked_for(name: str, examined: dict[str, Any]) -> None:
     found = examined[name]["found"]
-    assert len(found) == (11 if name.startswith("flux") else 9 if name == "wan" else 7)
+    assert len(found) == (11 if name.startswith("flux") else 9 if name == "wan" else 7) + 17
     for kind, (difference, unread) in found.items():
         assert difference < {"extract": 1e-3, "resize": 1e-4, "merge to a rank": 1e-4}.get(kind, 1e-5) and not unread, (
             kind

@@ -171,11 +171,13 @@ def _refused() -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None, tupl
             ("changes nothing",),
         ),
         "zeros of LoKr": ({key: each * key.endswith("1") for key, each in lokr.items()}, None, ("changes nothing",)),
-        "DoKr": (
-            {**lokr, f"lycoris_{LAYER.replace('.', '_')}.dora_scale": torch.ones(rows, 1)},
+        "OFT with a constraint": (
+            {f"{name}.oft_blocks": up[:, :, None], alpha: torch.tensor(2.0)},
             None,
-            ("DoKr", "plain LoRA"),
+            (name, "OFT", "2"),
         ),
+        "a magnitude of OFT": ({f"{name}.oft_blocks": up, f"{name}.dora_scale": up[:, :1]}, None, (name, "OFT")),
+        "two kinds": ({**lokr, **{f"{key.rpartition('.')[0]}.oft_blocks": up for key in lokr}}, None, ("LoKr", "OFT")),
         "unequal ranks": ({a: down, b: _random(rows, 8)}, None, (name, "rank 4", "rank 8")),
         "complex": ({a: down.to(torch.complex64), b: up}, None, (name, "lora_A", "complex64")),
         "bool": ({a: down, b: up > 0}, None, (name, "lora_B", "bool")),
