@@ -1,12 +1,13 @@
 """ComfyUI's page in a headless Chromium, for tests and for the docs' pictures."""
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from devicebridge.tests.comfy.server import Server
+from devicebridge.tests.comfy.server import ROOT, Server
 from PIL import Image
 
 SIZE = {"width": 1600, "height": 1000}
@@ -43,16 +44,16 @@ def _note(line: Any, faults: list[str]) -> None:
         faults.append(line.text)
 
 
-def keep_picture(page: Any, path: Path, width: int, **options: Any) -> None:
-    """For the docs, with UPDATE_PICTURES=1: what the page shows now, in a small file."""
+def keep_picture(page: Any, name: str, width: int = 1200) -> None:
+    """For the docs, with UPDATE_PICTURES=1: what the page shows now, the whole graph in it, in a small file."""
     if not os.environ.get("UPDATE_PICTURES"):
         return
-    taken = path.with_suffix(".full.png")
-    page.screenshot(path=taken, **options)
-    with Image.open(taken) as picture:
-        size = (width, round(picture.height * width / picture.width))
-        picture.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(path, quality=82)
-    taken.unlink()
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    page.wait_for_timeout(700)  # it moves there
+    path = ROOT / "docs" / "images" / f"{name}.webp"
+    with Image.open(io.BytesIO(page.screenshot())) as picture:
+        picture.thumbnail((width, width), Image.Resampling.LANCZOS)
+        picture.convert("RGB").save(path, quality=82)
 
 
 def open_tab(page: Any) -> None:

@@ -16,7 +16,7 @@ from devicebridge.config.job import make_job
 from devicebridge.runs.queue import MEMORY, JobQueue
 from devicebridge.runs.record import recorded_run
 from devicebridge.runs.store import RunStore
-from devicebridge.tests.comfy.browser import CONTRASTS, FOCUSABLE, open_page, open_tab
+from devicebridge.tests.comfy.browser import CONTRASTS, FOCUSABLE, keep_picture, open_page, open_tab
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.comfy.test_templates import FLUX, over_two_cards, with_stand_ins
@@ -105,6 +105,9 @@ def test_a_new_user_is_few_clicks_and_no_typed_path_from_the_first_training_step
         page.get_by_test_id("queue-button").click()
         _wait_until(lambda: events.exists() and '"kind": "step"' in events.read_text(encoding="utf-8"), server)
         counted = page.evaluate("() => window.counted")
+        if word:
+            page.locator(".db-node-facts", has_text="running").wait_for()
+            keep_picture(page, "simple_training")
     server.post("/interrupt", {})
     assert counted == {"clicks": clicks, "typed": word}
     _wait_until(lambda: not server.get("/queue")["queue_running"], server)
@@ -157,6 +160,7 @@ def test_a_new_user_is_three_clicks_from_the_first_picture_over_two_cards(chromi
         _wait_until(lambda: list(pictures.glob("template_flux2*.png")), server)
         _wait_until(lambda: not server.get("/queue")["queue_running"], server)
         assert page.evaluate("() => window.counted") == {"clicks": 3, "typed": ""}
+        keep_picture(page, "sampling_over_two_cards")
     newest = max(server.get("/history").values(), key=lambda entry: entry["prompt"][0])
     (shown,) = (output["blocks"] for output in newest["outputs"].values() if "blocks" in output)
     assert [card for card, _ in shown] == ["lazy:0", "lazy:1"]
