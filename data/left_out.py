@@ -17,8 +17,8 @@ from .video import media_suffixes
 
 _OF_SYSTEMS = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "__macosx")  # nobody put them there
 _OF_SOUND = (
-    "; a sound is read beside a clip of its name, for LTX-2 and MiniMax H3 with cache.stock_audio_vae, or alone, for "
-    "ACE-Step; others of ComfyUI's models are given sound by Dataset from Latents and Conditioning"
+    "; a job file takes a sound beside a clip of its name (LTX-2, MiniMax H3: cache.stock_audio_vae) or alone "
+    "(ACE-Step), and a graph takes it by Dataset from Latents and Conditioning"
 )
 _MOST_LOOKED_AT = 20_000  # files and folders in sub-folders
 _PLUGIN_OF = {".heic": PLUGINS["HEIF"], ".heif": PLUGINS["HEIF"], ".hif": PLUGINS["HEIF"], ".jxl": PLUGINS["JXL"]}
