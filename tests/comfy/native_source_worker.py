@@ -15,6 +15,7 @@ from typing import Any
 import comfy.sd
 import torch
 from devicebridge.checkpoints.load import load_transformer
+from devicebridge.checkpoints.lora_file import A, B
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import path_of_model, read_native
 from devicebridge.nodes.load import recognised
@@ -122,6 +123,34 @@ def _one_at_a_time() -> str:
     return _refusal(lambda: bench.run("two", {"train": {"batch_size": 2}}))
 
 
+def _of_diffusers() -> dict[str, Any]:
+    """A LoRA of MiniMax H3 as published files have it: three layers of queries, keys and values, value before gate."""
+    bench, generator = Bench("MiniMax H3", Path(FOLDER) / "published"), torch.Generator().manual_seed(1)
+    host, wanted, file = bench.info.family.host, {}, {}
+    for name, weight in host.make(is_empty=True).named_parameters():
+        if weight.ndim != 2 or "blocks." not in name:
+            continue
+        layer = name.removesuffix(".weight")
+        down, up = (torch.randn(*of, generator=generator) for of in ((2, weight.shape[1]), (weight.shape[0], 2)))
+        wanted[layer] = up @ down
+        theirs = layer.replace("refiner.blocks", "refiner.refiner_blocks").replace("mlp.fc2", "ff.net.2")
+        theirs = theirs if "refiner" in layer else f"transformer_{theirs}"
+        theirs, half = theirs.replace("out_proj", "to_out.0"), len(up) // 2
+        parts = {theirs: up}
+        if "fc1" in layer:
+            parts = {theirs.replace("mlp.fc1", "ff.net.0.proj"): torch.cat([up[half:], up[:half]])}
+        elif "qkv" in layer:
+            third = len(up) // 3
+            parts = {theirs.replace("qkv_proj", f"to_{each}"): up[i * third :][:third] for i, each in enumerate("qkv")}
+        for each, rows in parts.items():
+            file |= {f"transformer.{each}.lora_A.weight": down, f"transformer.{each}.lora_B.weight": rows}
+    found = {name: each[B] @ each[A] for name, each in host.read_lora(file).items()}
+    apart = max(float((found[name] - each).abs().max()) for name, each in wanted.items())
+    other = {f"transformer.norm_out.linear.lora_{each}.weight": torch.ones(2, 2) for each in "AB"}
+    missing = sorted(found.keys() ^ wanted.keys())
+    return {"layers": len(wanted), "missing": missing, "apart": apart, "other": _refusal(lambda: host.read_lora(other))}
+
+
 def _silent() -> list[float]:
     # In bfloat16 the pruned one blends rows of a float32 buffer by float32 numbers.
     pruned = {**TRAINED["MiniMax H3"].unet_config, "adaln_curve_grid": 9}
@@ -195,6 +224,7 @@ if __name__ == "__main__":
         answer = {
             "missing": {form: each[0] for form, each in looked.items()},
             "wrong": {form: each[1] for form, each in looked.items()}, "refused": _refused(), "silent": _silent(),
+            "diffusers": _of_diffusers(),
             "node": {name: _of_node(name) for name in NODE},
         }  # fmt: skip
     print(json.dumps(answer), flush=True)

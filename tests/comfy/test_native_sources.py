@@ -63,6 +63,12 @@ def test_clips_without_sound_train_a_model_that_needs_one(found: Any) -> None:
     assert length == 8  # of five frames at 24 per second, at 40 per second
 
 
+def test_a_lora_of_diffusers_is_a_beginning_for_minimax_h3(found: Any) -> None:
+    said = found["diffusers"]
+    assert said["layers"] == 24 and not said["missing"] and said["apart"] < 1e-5, said
+    assert "norm_out.linear" in said["other"]
+
+
 def test_a_model_that_turns_the_next_noise_level_off_is_not_refused_for_it(found: Any) -> None:
     assert found["refused"]["meanflow refiner"] == ""
 

@@ -12,20 +12,40 @@ from torch import Tensor
 
 from ....checkpoints.lora_file import DORA, OFT, A, B
 from ....checkpoints.lora_start import find_part
-from ....families.spec import TEXT_ENCODERS
+from ....families.naming import find_by_original
+from ....families.spec import TEXT_ENCODERS, Rename
 
 _PREFIX, _SUFFIX = "diffusion_model.", ".weight"
 _MOST_LAYERS = 32  # of CLIP-G
 _PRODUCTS = ("hada_w1_a", "hada_w1_b", "", "hada_w2_a", "hada_w2_b")
 _FACTORS = ("lokr_w1", "lokr_w2", "", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
+# Diffusers' names of layers, in LoRA files that ComfyUI's loader does not map, by class. Of MiniMax H3 as published:
+# gate and value lie the other way round, and queries, keys and values are layers of their own.
+_H3_LAYERS = {
+    "attn.qkv_proj": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "attn.out_proj": ("attn.to_out.0",),
+    "mlp.fc1": ("ff.net.0.proj",),
+    "mlp.fc2": ("ff.net.2",),
+    "adaln_proj.linear": ("adaln_proj.linear",),
+}
+_H3_LISTS = {"blocks": "transformer_blocks", "token_refiner.blocks": "token_refiner.refiner_blocks"}
+_OF_DIFFUSERS = {
+    "MiniMaxH3Model": tuple(
+        Rename(f"{own}.{{}}.{layer}", tuple(f"{their}.{{}}.{each}" for each in theirs), swap_halves=layer == "mlp.fc1")
+        for own, their in _H3_LISTS.items()
+        for layer, theirs in _H3_LAYERS.items()
+    )
+}
+
 
 def map_lora(
-    base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()
+    base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = (), renames: Sequence[Rename] = ()
 ) -> tuple[dict[Any, Any], list[str], int]:
     """What ComfyUI's loader makes of a file: adapters by place, names that it does not map, and the number of names.
 
-    encoders: CLIPs beside the model, such as "clip_l". Raises: ValueError for a layer that is there twice.
+    encoders: CLIPs beside the model, such as "clip_l". renames: diffusers' names, which the loader may not know.
+    Raises: ValueError for a layer that is there twice.
     """
     import comfy.lora
     import comfy.lora_convert
@@ -37,20 +57,31 @@ def map_lora(
         each_layer = itertools.product(encoders, range(_MOST_LAYERS), comfy.lora.LORA_CLIP_MAP)
         names = {layer.format(*of): None for of in each_layer}  # all that the loader looks for; some have fewer layers
         places = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: names), places)
+    for name, weight in base.diffusion_model.named_parameters() if renames else ():
+        if (stack := find_by_original(name.removesuffix(_SUFFIX), renames)) is not None:
+            change = (_halves_swapped,) if stack.swap_halves else ()
+            for member, (first, end) in stack.rows(len(weight)).items():
+                place = (f"{_PREFIX}{name}", (0, first, end - first), *change)
+                places |= {f"{prefix}{member}": place for prefix in ("", "transformer.", _PREFIX)}
     layers: dict[Any, str] = {}
     for part in filter(None, map(find_part, named)):
-        if part.layer in places and (first := layers.setdefault(places[part.layer], part.layer)) != part.layer:
+        if part.layer in places and (other := layers.setdefault(places[part.layer], part.layer)) != part.layer:
             # ComfyUI takes one of two, and drops the other without a word.
-            raise ValueError(f"one layer is there twice, as {first} and as {part.layer}; give a file with one of them")
+            raise ValueError(f"one layer is there twice, as {other} and as {part.layer}; give a file with one of them")
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
     read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
     return found, sorted(set(named) - read), len(named)
 
 
+def _halves_swapped(rows: Tensor) -> Tensor:
+    return torch.cat(rows.chunk(2)[::-1])
+
+
 def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()) -> dict[str, dict[str, Tensor]]:
     """See HostModel.read_lora. Raises: as map_lora; ValueError for a tensor that ComfyUI does not map, or an adapter
     that is not trained here."""
-    found, unread, count = map_lora(base, tensors, encoders)
+    renames = _OF_DIFFUSERS.get(type(base.diffusion_model).__name__, ())
+    found, unread, count = map_lora(base, tensors, encoders, renames)
     if unread:
         raise ValueError(
             f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {count} tensors); give a LoRA of this "
