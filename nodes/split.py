@@ -141,7 +141,7 @@ class SplitModel(_SplitNode):
             description="Puts some of a model's layers on each GPU and hands activations from one to the next, so "
             "that a model too large for one GPU runs without streaming weights. The result is an ordinary MODEL: "
             "samplers, LoRA loaders and ControlNet stay as they are. Put it directly after the loader.",
-            search_aliases=["multi gpu", "two gpus", "model parallel", "distorch", "layer split", "pipeline"],
+            search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "layer split"],
             inputs=[
                 io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
                 *make_inputs(_inputs()),
@@ -170,7 +170,7 @@ class LoadDiffusionModelSplit(_SplitNode):
             category="advanced/multigpu",
             description="Loads a diffusion model so that each GPU holds some of its layers; no GPU ever holds the "
             "whole model. The result is an ordinary MODEL.",
-            search_aliases=["multi gpu", "two gpus", "model parallel", "unet loader", "split model"],
+            search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "unet loader"],
             inputs=[
                 io.Combo.Input(
                     "unet_name",

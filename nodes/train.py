@@ -166,7 +166,7 @@ class TrainLora(io.ComfyNode):
             description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything "
             "and can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output "
             "folder.",
-            search_aliases=["lora trainer", "finetune", "fine-tune", "flux lora", "dreambooth"],
+            search_aliases=["lora trainer", "multi gpu training", "finetune", "dreambooth", "lokr", "dora"],
             is_output_node=True,
             inputs=make_inputs(_INPUTS, _TITLE),
             outputs=[

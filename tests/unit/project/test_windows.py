@@ -11,9 +11,8 @@ ROOT = Path(__file__).resolve().parents[3]
 NOT_THERE = ("fcntl", "grp", "pwd", "resource", "termios")
 PARTLY_THERE = ("os", "select", "signal", "socket")
 _CHECKS = ("'nt'", "'win32'", "'linux'", "_IS_WINDOWS", "hasattr(")  # of the system, or of the name
-_ELSEWHERE = (".venv", "benchmarks", "scripts", "tests")
-FILES = [each for each in ROOT.rglob("*.py") if each.relative_to(ROOT).parts[0] not in _ELSEWHERE]
-FILES += [*(ROOT / "tests").glob("*.py"), *(ROOT / "tests" / "unit").rglob("*.py")]
+FILES = [each for top in ROOT.glob("*/__init__.py") for each in top.parent.rglob("*.py")]
+FILES += [*ROOT.glob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests" / "unit").rglob("*.py")]
 
 
 @cache
