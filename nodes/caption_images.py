@@ -9,7 +9,7 @@ from typing import Any
 
 from . import host
 from .host import folders, io
-from .saying import said_on_node
+from .saying import said_on_node, training_schema
 from .types import DatasetSocket, TrainingDataset
 
 _FILE = "Which image or clip this is, for Write Captions."
@@ -18,10 +18,9 @@ _FILE = "Which image or clip this is, for Write Captions."
 class ImagesToCaption(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeImagesToCaption",
-            display_name="Images to Caption",
-            category="DeviceBridge/training",
+        return training_schema(
+            "ImagesToCaption",
+            "Images to Caption",
             description="The images of a dataset that have no caption, one after the other, for any node that makes a "
             "text of an image: core's Generate Text with a model that sees, or a captioning pack. Connect its text and "
             "the files of this node to Write Captions.",
@@ -47,7 +46,6 @@ class ImagesToCaption(io.ComfyNode):
                 io.Image.Output("image", is_output_list=True, tooltip="An image, or the first frame of a clip."),
                 io.String.Output("file", is_output_list=True, tooltip=_FILE),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -69,10 +67,9 @@ class ImagesToCaption(io.ComfyNode):
 class WriteCaptions(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeWriteCaptions",
-            display_name="Write Captions",
-            category="DeviceBridge/training",
+        return training_schema(
+            "WriteCaptions",
+            "Write Captions",
             description="Writes each text into the .txt file beside its image. A caption that is there is never "
             "changed, and where all have one, nothing before this node is run. Inside ComfyUI's input folder only.",
             search_aliases=["auto caption", "save captions", "caption files"],
@@ -91,7 +88,6 @@ class WriteCaptions(io.ComfyNode):
                 ),
             ],
             outputs=[DatasetSocket.Output("captioned", display_name="dataset", tooltip="The same dataset, captioned.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

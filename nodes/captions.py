@@ -19,7 +19,7 @@ from .choices import NONE, device_options, file_options, links_fit, plain_device
 from .host import folders, io
 from .host.comfy_encoders import HostClip, HostVae, HostVision
 from .host.native.conditions import HostConditioner
-from .saying import said_on_node
+from .saying import said_on_node, training_schema
 from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
@@ -116,10 +116,9 @@ KEPT = defaultdict[str, set[Path]](set)
 class CacheCaptionsAndLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeCacheCaptionsAndLatents",
-            display_name=_TITLE,
-            category="DeviceBridge/training",
+        return training_schema(
+            "CacheCaptionsAndLatents",
+            _TITLE,
             description="Encodes every caption and image once and keeps the results on disk, so that neither text "
             "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
             "what is done. By default the model's own encoders are used; connect ComfyUI's CLIP and VAE to train on "
@@ -128,7 +127,6 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             is_output_node=True,
             inputs=make_inputs(_inputs(), _TITLE),
             outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

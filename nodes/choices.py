@@ -65,6 +65,13 @@ def read_file(text: str) -> str:
     return "" if text.lower() == AUTO or text.startswith("[") and text.endswith("]") else text
 
 
+class DevicesNode(io.ComfyNode):
+    @classmethod
+    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
+        """What no list has is refused by execute, which says what would work."""
+        return links_fit(cls, input_types)
+
+
 def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> bool | str:
     """Whether every link of a node carries what its input takes; else which does not.
 

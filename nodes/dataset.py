@@ -12,7 +12,7 @@ from . import host
 from .captions import CACHE_FOLDER
 from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
 from .host import folders, io
-from .saying import said_on_node
+from .saying import said_on_node, training_schema
 from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, TrainingDataset
 
@@ -97,17 +97,15 @@ def _references(id: str, key: str, example: str) -> Socket:
 class TrainingDatasetNode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeTrainingDataset",
-            display_name=_TITLE,
-            category="DeviceBridge/training",
+        return training_schema(
+            "TrainingDataset",
+            _TITLE,
             description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
             "file of the same name, or in a JSON file, and, where wanted, a mask in name_mask.png. Chain several of "
             "these nodes to train on several folders.",
             search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
             inputs=make_inputs(_inputs(), _TITLE),
             outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -179,10 +177,9 @@ def _ask() -> None:
 class DatasetFromLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeDatasetFromLatents",
-            display_name="Dataset from Latents and Conditioning",
-            category="DeviceBridge/training",
+        return training_schema(
+            "DatasetFromLatents",
+            "Dataset from Latents and Conditioning",
             description="Trains on lists of latents and conditionings, as core's Make Training Dataset, Resolution "
             "Bucket and Load Training Dataset give them. They are kept on disk, so that training, and resuming it, "
             "needs no text encoder and no VAE.",
@@ -201,7 +198,6 @@ class DatasetFromLatents(io.ComfyNode):
                 CACHE_FOLDER.make_input(),
             ],
             outputs=[DatasetSocket.Output("dataset", tooltip="The dataset, for the training node.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

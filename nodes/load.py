@@ -13,9 +13,9 @@ from ..config.job import ModelConfig, SplitConfig
 from ..config.setting import requested
 from . import host
 from .captions import DEFAULT_FOLDER
-from .choices import device_options, links_fit, read_devices
+from .choices import DevicesNode, device_options, read_devices
 from .host import folders, io
-from .saying import said_on_node
+from .saying import said_on_node, training_schema
 from .sockets import AUTO, LATER, Socket, make_inputs, read_section
 from .types import ModelSocket, TrainingModel
 
@@ -31,26 +31,19 @@ _TITLE = "Load Model for Training Across GPUs"
 _QUANTIZE_TITLE = "Quantize (skip LoRA)"
 
 
-class LoadModelForTraining(io.ComfyNode):
+class LoadModelForTraining(DevicesNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeLoadModelForTraining",
-            display_name=_TITLE,
-            category="DeviceBridge/training",
+        return training_schema(
+            "LoadModelForTraining",
+            _TITLE,
             description="Chooses a diffusion model and splits its blocks over several GPUs. What is no file of FLUX or "
             "Wan, ComfyUI's own code builds. Only the header is read here; the weights go straight to their GPU when "
             "training starts.",
             search_aliases=["flux trainer", "multi gpu training", "split model", "lora training"],
             inputs=make_inputs(_inputs(), _TITLE),
             outputs=[ModelSocket.Output("model", tooltip="The model to train, not loaded yet.")],
-            hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
-        """What a list does not have is refused by execute, which says what would work; bytes is balance's old word."""
-        return links_fit(cls, input_types)
 
     @classmethod
     @said_on_node
@@ -172,10 +165,9 @@ _QUANTIZE_INPUTS = (
 class Quantize(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeQuantize",
-            display_name=_QUANTIZE_TITLE,
-            category="DeviceBridge/training",
+        return training_schema(
+            "Quantize",
+            _QUANTIZE_TITLE,
             description="Holds the model's frozen linear layers in 8 bits, or as a quantized file has them, while a "
             "LoRA is trained on top, and can multiply in 8 bits too. LoRA weights, norms and embeddings keep their "
             "precision. Shows what is quantized and the memory it takes.",
@@ -185,7 +177,6 @@ class Quantize(io.ComfyNode):
                 ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
                 io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

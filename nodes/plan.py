@@ -7,7 +7,7 @@ from typing import Any
 from ..config.job import LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
 from . import host
 from .host import folders, io
-from .saying import said_on_node
+from .saying import said_on_node, training_schema
 from .sockets import make_inputs, read_section
 from .train import training_sockets
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -24,10 +24,9 @@ class PlanTraining(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         made = make_inputs((*_SOCKETS, *_LATER))
-        return io.Schema(
-            node_id="DeviceBridgePlanTraining",
-            display_name="Plan Training",
-            category="DeviceBridge/training",
+        return training_schema(
+            "PlanTraining",
+            "Plan Training",
             description="Forecasts what a training takes of every card, and how it would best use them: where the "
             "model is cut, which blocks keep their activations, and how many hours the whole run takes. Loads no "
             "weights and needs no GPU. Select this node and press the play button above it: it then runs alone.",
@@ -59,7 +58,6 @@ class PlanTraining(io.ComfyNode):
                 io.String.Output("text", tooltip="The plan: the verdict, a line per card, what else was looked at."),
                 io.Image.Output("picture", tooltip="A bar per card: what its memory is for."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

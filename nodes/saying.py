@@ -35,6 +35,12 @@ _BESIDE = {
 }
 
 
+def training_schema(name: str, title: str, **others: Any) -> io.Schema:
+    """Of a node in the menu of trainings, which says something on itself."""
+    own = {"hidden": [io.Hidden.unique_id], **others}
+    return io.Schema(node_id=f"DeviceBridge{name}", display_name=title, category="DeviceBridge/training", **own)
+
+
 class _Keeper(logging.Handler):
     """Keeps the pack's warnings, each once."""
 

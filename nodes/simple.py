@@ -13,7 +13,7 @@ from .dataset import TrainingDatasetNode
 from .host import folders, io
 from .load import LoadModelForTraining, Quantize
 from .plan import PlanTraining
-from .saying import said_on_node
+from .saying import said_on_node, training_schema
 from .train import TrainLora, run_folder
 
 if TYPE_CHECKING:
@@ -127,10 +127,9 @@ def _inputs() -> list[io.Input]:
 class TrainLoraSimple(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeTrainLoraSimple",
-            display_name="Train LoRA (simple)",
-            category="DeviceBridge/training",
+        return training_schema(
+            "TrainLoraSimple",
+            "Train LoRA (simple)",
             description="Trains a LoRA of a model file, a folder of images or clips, and one word, over all GPUs. Text "
             "encoder and VAE, steps, resolution and how the cards share the work are decided, and shown on the node. "
             "Cancel saves everything; Run again goes on.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..parallel.devices import find_device, hidden_gpus
 from . import host
 from .allocation import read_allocation
-from .choices import COMES_AND_GOES, device_options, links_fit, read_devices
+from .choices import COMES_AND_GOES, DevicesNode, device_options, read_devices
 from .host import folders, io
 from .saying import said_on_node
 from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
@@ -117,12 +117,7 @@ def _inputs() -> list[Socket | io.Input]:
     ]
 
 
-class _SplitNode(io.ComfyNode):
-    @classmethod
-    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
-        """A device or balance that no list has is refused by execute, which says what would work."""
-        return links_fit(cls, input_types)
-
+class _SplitNode(DevicesNode):
     @classmethod
     def shown(cls, model: Any) -> io.NodeOutput:
         from .host.split.model import blocks_by_card, describe_split

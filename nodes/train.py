@@ -16,7 +16,7 @@ from . import host
 from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
 from .host import folders, io
 from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
-from .saying import said_on_node
+from .saying import said_on_node, training_schema
 from .sockets import LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
@@ -159,10 +159,9 @@ _INPUTS = (
 class TrainLora(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeTrainLora",
-            display_name=_TITLE,
-            category="DeviceBridge/training",
+        return training_schema(
+            "TrainLora",
+            _TITLE,
             description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything "
             "and can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output "
             "folder.",
@@ -177,7 +176,6 @@ class TrainLora(io.ComfyNode):
                 ),
                 io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

@@ -37,6 +37,20 @@ class _Seen:
     contents: dict[str, Any] = field(default_factory=dict)  # of attributes that can be written into
 
 
+def replaced_methods(value: object) -> list[str]:
+    """Names of the class's methods that this one object has another function for."""
+    cls = type(value)
+    return [
+        name
+        for name, own in vars(value).items()
+        if callable(own)
+        and not isinstance(own, nn.Module)
+        and callable(getattr(cls, name, None))
+        and getattr(own, "__func__", None) is not getattr(cls, name)
+        and not is_made_here(own)
+    ]
+
+
 def foreign_methods(kinds: Iterable[type]) -> Iterator[str]:
     """Functions that other code put into classes, for all of their objects, in words for the user.
 

@@ -45,15 +45,12 @@ class NodeView:
 
         self._bar = ProgressBar(1, node_id=self.node_id or None)
 
-    def show_progress(self, done: int, total: int) -> None:
-        self._update(done, total, None)
-
     def show_picture(self, path: Path, done: int, total: int) -> None:
         """A file as the node's preview, of a clip its first frame; progress as it was. Raises: OSError; ValueError."""
         with opened(path) as picture:
-            self._update(done, total, ("JPEG", picture.convert("RGB"), _PREVIEW_SIDE))
+            self.show_progress(done, total, ("JPEG", picture.convert("RGB"), _PREVIEW_SIDE))
 
-    def _update(self, done: int, total: int, preview: tuple[str, Any, int] | None) -> None:
+    def show_progress(self, done: int, total: int, preview: tuple[str, Any, int] | None = None) -> None:
         from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 
         try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
 from ...families.comfy.inputs import read_song
 from ...parallel.devices import own_random_states
+from ...patches.changes import replaced_methods
 from .compiler import outside
 
 if TYPE_CHECKING:
@@ -252,8 +253,7 @@ def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any
 
 def _refuse_replaced(value: Any, name: str) -> None:
     """Raises: ValueError if another pack has replaced a method: the class does not say what that computes."""
-    kind, own = type(value), vars(value).items()
-    if replaced := [key for key, item in own if callable(getattr(kind, key, None)) and callable(item)]:
+    if replaced := replaced_methods(value):
         what = f"{', '.join(replaced)} of the encoder's {name or 'model'}"
         raise ValueError(f"{what} has been replaced by another pack, which no cache key can name; {AS_LOADED}")
 

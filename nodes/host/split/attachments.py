@@ -31,8 +31,7 @@ from ....parallel.local.borrow import Borrowed, Residuals
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.tokens import RowsError
 from ....parallel.transfer import current_device
-from ....patches.changes import code_of, foreign_methods
-from ....patches.hooks import is_made_here
+from ....patches.changes import code_of, foreign_methods, replaced_methods
 from .model_copy import reachable
 from .shown_inputs import OVERRIDE
 
@@ -97,20 +96,6 @@ def _is_comfy_bypass(function: Any) -> bool:
 
 def is_compiled(value: Any) -> bool:
     return hasattr(value, "_orig_mod")
-
-
-def replaced_methods(diffusion_model: nn.Module) -> list[str]:
-    """Names of the class's methods that this one object has another function for."""
-    cls = type(diffusion_model)
-    return [
-        name
-        for name, value in vars(diffusion_model).items()
-        if callable(value)
-        and not isinstance(value, nn.Module)
-        and callable(getattr(cls, name, None))
-        and getattr(value, "__func__", None) is not getattr(cls, name)
-        and not is_made_here(value)
-    ]
 
 
 # ---- in the options of a forward

@@ -22,9 +22,10 @@ from torch import nn
 from ....parallel.block_lists import BlockCalls, hooked_modules
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.interleave import Interleave
+from ....patches.changes import replaced_methods
 from ....patches.hooks import HookSet
 from ..compiler import outside
-from .attachments import ROOT, guard_options, replaced_methods, seen_attachments, unseen_attachments, wrap_control
+from .attachments import ROOT, guard_options, seen_attachments, unseen_attachments, wrap_control
 from .model_copy import Origin
 from .plan import SplitPlan
 
