@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..config.job import ModelConfig, SplitConfig
 from ..config.setting import requested
@@ -20,10 +23,6 @@ from .sockets import AUTO, LATER, Socket, make_inputs, read_section
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
     from ..checkpoints.checkpoint import CheckpointInfo
 
 _log = logging.getLogger(__name__)

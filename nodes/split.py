@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..parallel.devices import find_device, hidden_gpus
 from . import host
 from .allocation import read_allocation
@@ -14,8 +16,6 @@ from .saying import said_on_node
 from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
-    import torch
-
     from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)

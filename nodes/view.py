@@ -7,13 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..events import Event
 from ..system.progress import NowAndThen, ProgressLine, StepPace, describe_progress
 from . import host
-
-if TYPE_CHECKING:
-    from ..events import Event
 
 _log = logging.getLogger(__name__)
 

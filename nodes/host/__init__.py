@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from comfy_api.v0_0_2 import ComfyAPI as ComfyAPI
 from comfy_api.v0_0_2 import ComfyExtension as ComfyExtension
 from comfy_api.v0_0_2 import io as io
@@ -20,8 +21,6 @@ from ...data.image import opened
 from .comfy_encoders import release_models
 
 if TYPE_CHECKING:
-    import torch
-
     from ...checkpoints.checkpoint import CheckpointInfo
     from ...config.model import ModelConfig
 
@@ -107,8 +106,6 @@ def blocked(count: int) -> list[Any]:
 @contextmanager
 def training_allowed() -> Iterator[None]:
     """Leave the inference mode that ComfyUI runs every node in; parameters made inside can have gradients."""
-    import torch
-
     with torch.inference_mode(False), torch.enable_grad():
         yield
 

@@ -13,17 +13,16 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
 from ...families.comfy.inputs import read_song
 from ...parallel.devices import own_random_states
 from ...patches.changes import replaced_methods
 from .compiler import outside
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 AS_LOADED = "connect it as it comes from its loader"
 _OF_SONGS = ("AceT5Tokenizer", "ACE15Tokenizer")  # whose nodes give lyrics beside tags
@@ -126,8 +125,6 @@ class HostClip(_Encoder):
 
         Of a song it is that of its own node, and of no text ConditioningZeroOut's, which these models sample against.
         """
-        import torch
-
         # As ComfyUI runs its nodes; it forgets recordings behind a node only.
         with torch.inference_mode(), outside(about="this CLIP"):
             made = self.asked.encode_from_tokens_scheduled(self.tokens(text))
@@ -160,8 +157,6 @@ class HostVae(_Encoder):
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """[F, height, width, 3] in 0..1 -> the samples of a LATENT, as VAEEncode gives them."""
-        import torch
-
         with torch.inference_mode(), outside(about="this VAE"):
             return self.stock.encode(pixels)
 
@@ -260,8 +255,6 @@ def _refuse_replaced(value: Any, name: str) -> None:
 
 def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Class, plain settings, vocabulary and saved state of a tokenizer and of those inside it, in order of name."""
-    import torch
-
     yield name, _class_name(tokenizer)
     if hasattr(tokenizer, "state_dict"):
         for key, value in sorted(tokenizer.state_dict().items()):
@@ -281,8 +274,6 @@ def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """The value as JSON knows it. Raises: ValueError for an object, which has no one spelling."""
-    import torch
-
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.dtype):

@@ -13,12 +13,11 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ...events import first_line
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger(__name__)
 

@@ -20,16 +20,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import folder_paths
+from PIL.Image import Image as Picture
 
 from ...config.job import STOCK_FILES, JobConfig, paths_of
 from ...runs.queue import MEMORY
 from ...system.files import Looked, go_on, links_below
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
 
 USE_PATH = "[path below]"
 OWN_PART = "[model folder]"  # of a diffusers model, which brings it

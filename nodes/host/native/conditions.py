@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ....families.comfy.conditions import WAYS
 from ....families.comfy.inputs import NOISE_MASK
-from ..comfy_encoders import release_models
+from ..comfy_encoders import HostClip, HostVae, HostVision, release_models
 from ..compiler import outside
 
 if TYPE_CHECKING:
     from ....encoding.comfy_sources import ConditionParts
-    from ..comfy_encoders import HostClip, HostVae, HostVision
 
 _STEPS = 16  # pixels; sides of a scaled reference are multiples of them, as FLUX's VAEs and patches want
 
@@ -32,8 +33,6 @@ class HostConditioner:
 
         Raises: ValueError for a ComfyUI without these nodes, or an encoder that is missing.
         """
-        import torch
-
         way = WAYS[parts.way]
         for value, is_needed, key in ((self._vae, True, "stock_vae"), (self._clip, way.reads_text, "stock_clip")):
             if is_needed and value is None:
@@ -101,6 +100,4 @@ class HostConditioner:
 
 def _placeholder(options: Mapping[str, Any] = {}) -> Any:
     """A CONDITIONING whose states nobody reads."""
-    import torch
-
     return [[torch.zeros(1, 1, 1), dict(options)]]

@@ -41,8 +41,8 @@ _OF_DIFFUSERS = {
 
 def map_lora(
     base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = (), renames: Sequence[Rename] = ()
-) -> tuple[dict[Any, Any], list[str], int]:
-    """What ComfyUI's loader makes of a file: adapters by place, names that it does not map, and the number of names.
+) -> tuple[Any, list[str]]:
+    """What ComfyUI's loader makes of a file: adapters by place, and names that it does not map.
 
     encoders: CLIPs beside the model, such as "clip_l". renames: diffusers' names, which the loader may not know.
     Raises: ValueError for a layer that is there twice.
@@ -70,7 +70,7 @@ def map_lora(
             raise ValueError(f"one layer is there twice, as {other} and as {part.layer}; give a file with one of them")
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
     read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
-    return found, sorted(set(named) - read), len(named)
+    return found, sorted(set(named) - read)
 
 
 def _halves_swapped(rows: Tensor) -> Tensor:
@@ -81,12 +81,10 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] 
     """See HostModel.read_lora. Raises: as map_lora; ValueError for a tensor that ComfyUI does not map, or an adapter
     that is not trained here."""
     renames = _OF_DIFFUSERS.get(type(base.diffusion_model).__name__, ())
-    found, unread, count = map_lora(base, tensors, encoders, renames)
+    found, unread = map_lora(base, tensors, encoders, renames)
     if unread:
-        raise ValueError(
-            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {count} tensors); give a LoRA of this "
-            "model"
-        )
+        others = f" and {len(unread) - 1} more" if unread[1:] else ""
+        raise ValueError(f"ComfyUI does not map {unread[0]}{others} onto this model; give a LoRA of this model")
     shapes = {name: each.shape for name, each in base.named_parameters()}
     parts: dict[str, list[tuple[Any, dict[str, Tensor]]]] = {}
     for place, adapter in found.items():

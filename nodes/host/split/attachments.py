@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from comfy import model_management
@@ -33,10 +33,8 @@ from ....parallel.local.tokens import RowsError
 from ....parallel.transfer import current_device
 from ....patches.changes import code_of, foreign_methods, replaced_methods
 from .model_copy import reachable
+from .plan import SplitPlan
 from .shown_inputs import OVERRIDE
-
-if TYPE_CHECKING:
-    from .plan import SplitPlan
 
 ROOT = "diffusion_model"
 KEY = "devicebridge.split"
