@@ -76,10 +76,7 @@ def recognised(checkpoint: Path, sockets: dict[str, Any]) -> tuple[ModelConfig, 
             raise ValueError(f"{checkpoint} is no {config.variant}; set variant to {AUTO}") from None
         kind = error.kind
     if checkpoint.is_dir():
-        raise ValueError(
-            f"{checkpoint} is a folder, and ComfyUI builds this model from one file; put its .safetensors file into "
-            "models/diffusion_models or models/checkpoints, and choose it in model"
-        )
+        raise ValueError(f"{checkpoint} is a folder, and ComfyUI builds this model from one file; choose that in model")
     try:
         return _native(str(checkpoint), sockets)
     except ValueError as error:

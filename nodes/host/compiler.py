@@ -84,10 +84,8 @@ def _prepare(devices: Iterable[torch.device], about: str) -> None:
     is_enabled = getattr(prefetch, "malloc_graph_enabled", lambda device: not hasattr(_arguments(), _ALLOCATIONS))
     still = [str(each) for each in devices if is_enabled(each)] if hasattr(prefetch, "malloc_graph_begin") else []
     if still:
-        raise RuntimeError(
-            f"this ComfyUI records allocation graphs on {', '.join(still)}, which this version of the pack cannot "
-            "switch off; update the pack, or start ComfyUI with --disable-comfy-compiler"
-        )
+        found = f"this ComfyUI records allocation graphs on {', '.join(still)} although switched off"
+        raise RuntimeError(f"{found}; start it with --disable-comfy-compiler, or update the pack")
     thread = threading.get_ident()
     marked = getattr(prefetch, "MALLOC_GRAPHS", {}).get(thread)  # 0.35 lists active graphs, later versions mark them
     if thread not in getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", {}) and not getattr(marked, "_comfy_active", False):

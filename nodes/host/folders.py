@@ -211,10 +211,7 @@ def list_checkpoints() -> list[str]:
 def find_checkpoint(name: str) -> Path:
     """The file of a name of list_checkpoints. Raises: ValueError for any other, and for GGUF."""
     if name.endswith(".gguf"):
-        raise ValueError(
-            f"{name!r} is a GGUF file, which ComfyUI itself does not load; take ComfyUI-GGUF's Unet Loader, and "
-            "put Split Model Across GPUs behind"
-        )
+        raise ValueError(f"ComfyUI does not load {name!r}; use ComfyUI-GGUF's loader, then Split Model Across GPUs")
     if found := folder_paths.get_full_path("diffusion_models", name):
         return Path(found)
     there = ", ".join(list_checkpoints()) or "nothing"

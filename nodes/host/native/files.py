@@ -15,6 +15,7 @@ import torch
 from ....checkpoints.checkpoint import CheckpointInfo
 from ....checkpoints.gguf_header import read_model_header
 from ....checkpoints.header import read_header
+from ....checkpoints.model_files import first
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
@@ -70,11 +71,10 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
         if found := folder_paths.get_full_path(kind, name):
             return Path(found)
     there = sorted(each for kind in kinds for each in folder_paths.get_filename_list(kind))
-    rest = f" and {len(there) - _MAX_NAMES} more" if len(there) > _MAX_NAMES else ""
     places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
     raise ValueError(
         f"{key} names {name!r}, which is not in ComfyUI's folders ({places}); found there: "
-        f"{', '.join(there[:_MAX_NAMES]) or 'nothing'}{rest}; a file elsewhere needs its full path"
+        f"{first(there, _MAX_NAMES) or 'nothing'}; a file elsewhere needs its full path"
     )
 
 

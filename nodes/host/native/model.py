@@ -206,10 +206,7 @@ class ComfyModel:
             others = {name: each for name, each in given.items() if inputs.option_path(name) not in _FOR_ADAPTER}
             given = others | {inputs.COND: made}
         if not given:
-            raise ValueError(
-                f"the size of {self._row.class_name}'s text is not known; encode the captions first, by `devicebridge "
-                "cache` or Cache Captions and Latents"
-            )
+            raise ValueError(f"the size of {self._row.class_name}'s text is not known; encode the captions first")
         found = {}
         for name, each in given.items():
             path = inputs.option_path(name)

@@ -103,10 +103,8 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
         raise ValueError(f"{type(base.diffusion_model).__name__} cannot be trained here: {reason}")
     tensors = ask_comfyui(path, "rename the tensors of", functools.partial(follow, config, records))
     if made := [name for name, record in tensors.items() if record is None]:
-        raise ValueError(
-            f"ComfyUI's loader cuts, joins or makes tensors of {path} ({made[0]}), which training does not do; use a "
-            "file with the model's own layout"
-        )
+        what = f"ComfyUI's loader cuts, joins or makes tensors of {path} ({made[0]}), which training does not do"
+        raise ValueError(f"{what}; use a file with the model's own layout")
     both = [base] if like is None else [base, like.model]
     kinds = [(type(each), type(each.diffusion_model).__name__, kind_of(each)) for each in both]
     if kinds[0] != kinds[-1]:
@@ -142,10 +140,7 @@ def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: d
     detect = comfy.model_detection.model_config_from_unet
     config = ask_comfyui(path, "tell what model is in", lambda: detect(dict(names), prefix, metadata=metadata))
     if config is None:
-        raise ValueError(
-            f"{path} holds no diffusion model that ComfyUI knows, but {len(names)} tensors such as "
-            f"{', '.join(list(names)[:3])}; if it should, it is incomplete: download it again"
-        )
+        raise ValueError(f"{path} holds no diffusion model that ComfyUI knows, or a part of one, but {first(names)}")
     return config
 
 

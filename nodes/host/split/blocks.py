@@ -89,10 +89,7 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
     leaders, order = followers(diffusion_model, layout), execution_order(diffusion_model, layout)
     blocks, natural = placed_blocks(diffusion_model, layout), transport_for(diffusion_model, layout)
     if request.transport == "stream" and natural != "stream":
-        raise ValueError(
-            f"transport stream would give {layout.class_name} wrong pictures or errors ({layout.note}); use auto or "
-            "relay"
-        )
+        raise ValueError(f"transport stream is wrong for {layout.class_name} ({layout.note}); use auto or relay")
     model_bytes = int(management.module_size(diffusion_model))
     request, wanted = request.allotted(model_bytes)
     size_of = dict.fromkeys(blocks, 0)

@@ -40,9 +40,8 @@ _MADE_UP = {COND: 1009, POOLED: 2003}  # widths that no model has, until a layer
 _MOST_TRIES = 6
 
 
-class _Width(Exception):  # no error: it ends a forward whose text has another width than a layer reads
-    def __init__(self, found: int, wanted: int) -> None:
-        self.found, self.wanted = found, wanted
+class _Width(Exception):  # no error: it ends a forward whose text has another width than a layer reads; both widths
+    pass
 
 
 class _Done(Exception):
@@ -180,7 +179,8 @@ def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, mask: Seque
                     model, noise, 1, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=0
                 )
         except _Width as wrong:
-            widths |= {each: wrong.wanted for each, width in widths.items() if width == wrong.found}
+            found, wanted = wrong.args
+            widths |= {each: wanted for each, width in widths.items() if width == found}
         except _Done:
             return
     raise RuntimeError(f"no text was found that {type(root).__name__} reads")

@@ -148,10 +148,7 @@ def _check_splittable(model: Any) -> None:
         raise ValueError(f"this MODEL holds a {type(base).__name__}, no diffusion model")
     tree = tree_of(model.model)
     if tree is not None and isinstance(tree.plan, (DividedPlan, TokensPlan)):
-        raise ValueError(
-            "this MODEL is split with way 'tokens' or 'tensor' already, which 'auto' may have taken. Connect the MODEL "
-            "from before that split, or set way to 'blocks' there"
-        )
+        raise ValueError("this MODEL is split with way 'tokens' or 'tensor'; set way to 'blocks' in the node before")
     if model.get_additional_models_with_key("multigpu") or model.is_multigpu_base_clone:
         raise ValueError("this MODEL is replicated by 'MultiGPU CFG Split' and cannot be split as well; use one")
     compiled = ["the model" for _ in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile")]

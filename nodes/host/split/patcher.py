@@ -272,10 +272,7 @@ class SplitMixin(_CardPatcher):
         super().add_object_patch(name, obj)
 
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "this MODEL is split across GPUs and cannot be replicated as well; use either 'Split Model Across GPUs' (a "
-            "model too large for one card) or 'MultiGPU CFG Split' (it fits each card)"
-        )
+        raise RuntimeError("this MODEL is split; use one of 'Split Model Across GPUs' and 'MultiGPU CFG Split'")
 
     def get_free_memory(self, device: torch.device) -> float:
         """Least free memory of all cards: ComfyUI sizes batches by it, and every card holds activations."""
@@ -297,10 +294,8 @@ class SplitMixin(_CardPatcher):
         """Raises: RuntimeError if another node has moved the main part to another device."""
         main = self._tree().plan.main_device
         if self.load_device != main:  # not asked where ComfyUI lists shards: its tracker of outputs does so any time
-            raise RuntimeError(
-                f"a node behind the split has moved this MODEL from {main} to {self.load_device}; choose the devices "
-                "in the split node and take that node out"
-            )
+            found = f"this MODEL is split from {main} on, and a node has moved it to {self.load_device}"
+            raise RuntimeError(f"{found}; choose devices in the split node and take that node out")
         for key in self.weight_wrapper_patches:
             self._tree().executor.check_possible(f"wrapping the weight {key}, as another node does,")
         return super().partially_load(*args, **kwargs)

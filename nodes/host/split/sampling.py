@@ -73,10 +73,7 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
             expected = f"ComfyUI expects one step to need {activations / GB:.2f} GB beside the weights"
             _log.warning("split: %s may run out of memory: %s", device, expected)
     if problems:
-        raise RuntimeError(
-            f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out, or use a smaller "
-            "weight type"
-        )
+        raise RuntimeError(f"this model cannot run: {'; '.join(problems)}. Leave that card out, or use smaller weights")
 
 
 # ---- one step

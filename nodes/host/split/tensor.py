@@ -83,10 +83,8 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
         block = diffusion_model.get_submodule(name)
         how = find_plan(layout.tensor, block)
         if how is None:
-            raise ValueError(
-                f"{layout.class_name} cannot be divided among cards: nobody has described how its "
-                f"{type(block).__name__} is divided. Use way 'blocks'"
-            )
+            what = f"a {type(block).__name__} of {layout.class_name}"
+            raise ValueError(f"nobody has described how {what} is divided among cards. Use way 'blocks'")
         _check_formats(name, block, how)
         divided[name] = how, shares_of(block, how, (1.0,) * len(request.devices))
     plan = DividedPlan(blocks, request.devices, layout, request, divided=divided)

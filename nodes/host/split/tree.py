@@ -204,8 +204,7 @@ class SplitTree:
         """Raises: ValueError for an object patch that replaces whole lists of blocks."""
         if key in {ROOT, *(f"{ROOT}.{name}" for name in self._lists)}:
             raise ValueError(
-                f"a node replaces {key} as a whole, which cannot span several cards; patch single blocks such as "
-                f"{ROOT}.{self.plan.blocks[0]}"
+                f"a node replaces {key}; have it patch single blocks, such as {ROOT}.{self.plan.blocks[0]}"
             )
 
     def device_of(self, key: str) -> torch.device:
