@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -194,10 +195,8 @@ def load_vae(path: str, *, of_clips: bool = False) -> Any:
 
 def given_to_loader(patcher: Any, *loaders: str) -> Any:
     """What one of these functions of comfy.sd made a patcher of; None for one that another made."""
-    import comfy.sd
-
     loader, given, *_ = getattr(patcher, "cached_patcher_init", None) or ("", None)
-    return given if loader in [getattr(comfy.sd, name, None) for name in loaders] else None
+    return given if loader in [getattr(sys.modules.get("comfy.sd"), name, None) for name in loaders] else None
 
 
 def path_of_vae(vae: Any) -> str:
