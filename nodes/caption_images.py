@@ -19,8 +19,8 @@ class ImagesToCaption(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "ImagesToCaption",
-            "Images to Caption",
+            node_id="DeviceBridgeImagesToCaption",
+            display_name="Images to Caption",
             description="The images of a dataset that have no caption, one after the other, for any node that makes a "
             "text of an image: core's Generate Text with a model that sees, or a captioning pack. Connect its text and "
             "the files of this node to Write Captions.",
@@ -68,8 +68,8 @@ class WriteCaptions(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "WriteCaptions",
-            "Write Captions",
+            node_id="DeviceBridgeWriteCaptions",
+            display_name="Write Captions",
             description="Writes each text into the .txt file beside its image. A caption that is there is never "
             "changed, and where all have one, nothing before this node is run. Inside ComfyUI's input folder only.",
             search_aliases=["auto caption", "save captions", "caption files"],

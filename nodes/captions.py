@@ -117,8 +117,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "CacheCaptionsAndLatents",
-            _TITLE,
+            node_id="DeviceBridgeCacheCaptionsAndLatents",
+            display_name=_TITLE,
             description="Encodes every caption and image once and keeps the results on disk, so that neither text "
             "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
             "what is done. By default the model's own encoders are used; connect ComfyUI's CLIP and VAE to train on "

@@ -98,8 +98,8 @@ class TrainingDatasetNode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "TrainingDataset",
-            _TITLE,
+            node_id="DeviceBridgeTrainingDataset",
+            display_name=_TITLE,
             description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
             "file of the same name, or in a JSON file, and, where wanted, a mask in name_mask.png. Chain several of "
             "these nodes to train on several folders.",
@@ -178,8 +178,8 @@ class DatasetFromLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "DatasetFromLatents",
-            "Dataset from Latents and Conditioning",
+            node_id="DeviceBridgeDatasetFromLatents",
+            display_name="Dataset from Latents and Conditioning",
             description="Trains on lists of latents and conditionings, as core's Make Training Dataset, Resolution "
             "Bucket and Load Training Dataset give them. They are kept on disk, so that training, and resuming it, "
             "needs no text encoder and no VAE.",

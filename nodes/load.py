@@ -34,8 +34,8 @@ class LoadModelForTraining(DevicesNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "LoadModelForTraining",
-            _TITLE,
+            node_id="DeviceBridgeLoadModelForTraining",
+            display_name=_TITLE,
             description="Chooses a diffusion model and splits its blocks over several GPUs. What is no file of FLUX or "
             "Wan, ComfyUI's own code builds. Only the header is read here; the weights go straight to their GPU when "
             "training starts.",
@@ -162,8 +162,8 @@ class Quantize(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "Quantize",
-            _QUANTIZE_TITLE,
+            node_id="DeviceBridgeQuantize",
+            display_name=_QUANTIZE_TITLE,
             description="Holds the model's frozen linear layers in 8 bits, or as a quantized file has them, while a "
             "LoRA is trained on top, and can multiply in 8 bits too. LoRA weights, norms and embeddings keep their "
             "precision. Shows what is quantized and the memory it takes.",

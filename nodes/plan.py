@@ -25,8 +25,8 @@ class PlanTraining(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         made = make_inputs((*_SOCKETS, *_LATER))
         return training_schema(
-            "PlanTraining",
-            "Plan Training",
+            node_id="DeviceBridgePlanTraining",
+            display_name="Plan Training",
             description="Forecasts what a training takes of every card, and how it would best use them: where the "
             "model is cut, which blocks keep their activations, and how many hours the whole run takes. Loads no "
             "weights and needs no GPU. Select this node and press the play button above it: it then runs alone.",

@@ -35,10 +35,9 @@ _BESIDE = {
 }
 
 
-def training_schema(name: str, title: str, **others: Any) -> io.Schema:
+def training_schema(**of: Any) -> io.Schema:
     """Of a node in the menu of trainings, which says something on itself."""
-    own = {"hidden": [io.Hidden.unique_id], **others}
-    return io.Schema(node_id=f"DeviceBridge{name}", display_name=title, category="DeviceBridge/training", **own)
+    return io.Schema(**{"category": "DeviceBridge/training", "hidden": [io.Hidden.unique_id], **of})
 
 
 class _Keeper(logging.Handler):

@@ -128,8 +128,8 @@ class TrainLoraSimple(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "TrainLoraSimple",
-            "Train LoRA (simple)",
+            node_id="DeviceBridgeTrainLoraSimple",
+            display_name="Train LoRA (simple)",
             description="Trains a LoRA of a model file, a folder of images or clips, and one word, over all GPUs. Text "
             "encoder and VAE, steps, resolution and how the cards share the work are decided, and shown on the node. "
             "Cancel saves everything; Run again goes on.",

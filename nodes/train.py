@@ -160,8 +160,8 @@ class TrainLora(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return training_schema(
-            "TrainLora",
-            _TITLE,
+            node_id="DeviceBridgeTrainLora",
+            display_name=_TITLE,
             description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything "
             "and can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output "
             "folder.",

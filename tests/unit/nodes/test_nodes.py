@@ -260,7 +260,7 @@ def test_a_refused_model_is_refused_in_the_words_of_the_node(nodes, tmp_path, mo
     cases = [
         (file, {}, "that ComfyUI knows"), (file, {"variant": "flux2-dev"}, "set variant to auto"),
         (vae, {}, "vae.safetensors is a VAE.*in model"),
-        (folder, {}, "models/diffusion_models or models/checkpoints, and choose it in model"),
+        (folder, {}, "choose that in model"),
     ]  # fmt: skip
     for path, sockets, message in cases:
         with pytest.raises(ValueError, match=message) as caught:
