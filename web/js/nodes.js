@@ -54,15 +54,17 @@ function addCaptions(node) {
 /** What a training will take, before Run: in ComfyUI's queue the node runs alone, and plans in place of training. */
 async function plan(node) {
   const { output, workflow } = await app.graphToPrompt()
-  const own = output[node.id]
+  // inside a subgraph its name has the subgraph's in front
+  const own = Object.keys(output).find((id) => id.split(':').at(-1) === String(node.id) && output[id].class_type === node.comfyClass)
   if (!own) return // it is muted
-  own.inputs.plan_only = true
-  for (const name of ['stock_clip', 'stock_vae']) delete own.inputs[name] // no plan needs what they load
+  const inputs = output[own].inputs
+  inputs.plan_only = true
+  for (const name of ['stock_clip', 'stock_vae']) delete inputs[name] // no plan needs what they load
   if (node.comfyClass === 'DeviceBridgeTrainLora') {
-    own.class_type = 'DeviceBridgePlanTraining' // which has sockets of the same names
-    own.inputs.cards = ''
-    const source = () => output[own.inputs.dataset?.[0]]
-    while (source()?.class_type === 'DeviceBridgeCacheCaptionsAndLatents') own.inputs.dataset = source().inputs.dataset
+    output[own].class_type = 'DeviceBridgePlanTraining' // which has sockets of the same names
+    inputs.cards = ''
+    const source = () => output[inputs.dataset?.[0]]
+    while (source()?.class_type === 'DeviceBridgeCacheCaptionsAndLatents') inputs.dataset = source().inputs.dataset
   }
   const needed = {}
   const need = (id) => {
@@ -70,7 +72,7 @@ async function plan(node) {
     needed[id] = output[id]
     Object.values(output[id].inputs).filter(Array.isArray).forEach(([source]) => need(source))
   }
-  need(node.id)
+  need(own)
   try {
     await api.queuePrompt(0, { output: needed, workflow })
   } catch (error) {
