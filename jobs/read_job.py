@@ -18,6 +18,7 @@ from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lora_file import check_lora_layout, check_lycoris_layout, is_of_text
 from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
+from ..config.model import shares_rows
 from ..data.folders import scan_folders
 from ..data.samples import EncodedSample, Sample, as_evaluated
 from ..encoding.encode import never
@@ -25,8 +26,11 @@ from ..encoding.key import comfy_text_key
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.comfy.text_sizes import CLIP_PARTS
+from ..families.comfy.token_plans import plan_of
 from ..families.spec import LatentSpec, Variant
-from ..planning.dry_run import BY_FOREIGN_CODE, META, SampleText, make_text
+from ..parallel.local.tokens import OtherRowsError, RowsError
+from ..planning.costs import latent_shape_of, sharing_rows
+from ..planning.dry_run import BY_FOREIGN_CODE, META, NoForecast, SampleText, Work, forward_on_meta, make_text
 from ..planning.question import make_square
 from ..training.adapter import find_targets
 from .comfy_entries import (
@@ -208,7 +212,31 @@ def read_job(
     evaluated: Sequence[Sample] = ()
     if job.evaluation.folder:
         evaluated = as_evaluated(scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others))
-    return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
+    return _of_own_rows(ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated)))
+
+
+def _of_own_rows(read: ReadJob) -> ReadJob:
+    """With those of a class's derived rows that the inputs of this job have, where a run by tokens has to choose."""
+    family, strategy = read.info.family, read.job.parallel.requested
+    native = family.native
+    if native is None or strategy is None or not shares_rows(strategy):
+        return read
+    if all(each == plan_of(native) for each in native.derived_rows.values()):
+        return read
+    subject, (height, width, frames) = read.subject, read._largest()
+    shape = latent_shape_of(read.info, read.variant, (height, width), frames)
+    dtype = getattr(torch, read.job.model.dtype)
+    work = Work(shape, read.job.train.batch_size, dtype, None, read.job.lora, subject.text, (1.0, 1.0))
+    model, plan = make_empty_transformer(read.info), plan_of(native)
+    try:
+        with sharing_rows(work, model, family):
+            forward_on_meta(model, read.info, read.variant, work)
+    except OtherRowsError as error:
+        plan = error.plan
+    except (RowsError, NoForecast):  # nobody can tell, or none are theirs: the first sample will
+        return read
+    rows = {kind: each for kind, each in native.derived_rows.items() if each == plan}
+    return replace(read, info=replace(read.info, family=replace(family, native=replace(native, derived_rows=rows))))
 
 
 def _with_sound(job: JobConfig, info: CheckpointInfo, variant: Variant, has_data: bool) -> LatentSpec:

@@ -254,7 +254,7 @@ def search_space(job: JobConfig) -> SearchSpace:
 def _refuse_without_rows(subject: Subject) -> None:
     """Raises: ValueError if devices cannot compute a microbatch of this model together."""
     native, without = subject.info.family.native, f'{NO_TOKENS_OF_DIFFUSERS}, or set it to "auto"'
-    if fault := why_no_tokens(native.class_name, native.derived_tokens) if native else without:
+    if fault := why_no_tokens(native.class_name, native.derived_rows) if native else without:
         raise ValueError(f'parallel.strategy = "tokens" was asked for, but {fault}')
 
 

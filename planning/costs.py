@@ -139,12 +139,12 @@ class ModelCosts:
     def why_no_tokens(self) -> str:
         """Why cards cannot share out the rows of a sample; "" if they can."""
         native = self.family.native
-        return why_no_tokens(native.class_name, native.derived_tokens) if native else NO_TOKENS_OF_DIFFUSERS
+        return why_no_tokens(native.class_name, native.derived_rows) if native else NO_TOKENS_OF_DIFFUSERS
 
     @property
     def why_no_tokens_by_auto(self) -> str:
         """The same, and rows that were derived for some inputs, which a later sample may not have."""
-        has_derived = self.family.native is not None and self.family.native.derived_tokens is not None
+        has_derived = self.family.native is not None and bool(self.family.native.derived_rows)
         return self.why_no_tokens or ("its rows were derived" if has_derived else "")
 
     def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:

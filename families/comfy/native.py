@@ -119,10 +119,9 @@ class NativeModel:
     methods: tuple[str, ...] = (
         "preprocess_text_embeds",
     )  # of the model, called before a forward if there; use weights
-    # Where its rows (tokens) are, as derived and proved on this machine for a class without a written plan, with the
-    # signatures of the inputs that it was proved for (nodes/host/split/deriving.py).
-    derived_tokens: TokenPlan | None = None
-    derived_inputs: tuple[str, ...] = ()
+    # Where its rows (tokens) are, as derived and proved on this machine for a class without a written plan, by the
+    # signatures of the inputs that they were proved for (nodes/host/split/deriving.py).
+    derived_rows: Mapping[str, TokenPlan] = field(default_factory=dict)
     # Kinds of inputs with which gradients of a class that nobody has described were proved on this machine.
     trained_inputs: tuple[str, ...] = ()
     # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -308,13 +309,13 @@ NO_TOKENS_OF_DIFFUSERS = (
 
 
 def plan_of(native: NativeModel) -> TokenPlan | None:
-    """Where the rows of a class are: as written, else as derived."""
-    return TOKEN_PLANS.get(native.class_name) or native.derived_tokens
+    """Where the rows of a class are: as written, else as derived for the first inputs."""
+    return TOKEN_PLANS.get(native.class_name) or next(iter(native.derived_rows.values()), None)
 
 
-def why_no_tokens(class_name: str, derived: TokenPlan | None = None) -> str:
-    """Why a class cannot be shared out by its tokens; "" if it can."""
-    if class_name in TOKEN_PLANS or derived is not None:
+def why_no_tokens(class_name: str, derived: Collection[str] = ()) -> str:
+    """Why a class cannot be shared out by its tokens; "" if it can. derived: kinds of inputs with rows."""
+    if class_name in TOKEN_PLANS or derived:
         return ""
     reason = NO_TOKENS.get(class_name, "nobody has described where its tokens are")
     return f"{class_name} cannot be shared out by tokens: {reason}"

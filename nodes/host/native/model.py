@@ -19,7 +19,7 @@ from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
-from ....parallel.local.tokens import HERE, RowsError
+from ....parallel.local.tokens import HERE, OtherRowsError, RowsError
 from ....parallel.offload.in_place import InPlaceGuard
 from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
 from ....patches.hooks import parameters_on_meta
@@ -287,12 +287,15 @@ class _Said(dict[str, Any]):
 
 def _check_known(model: nn.Module, row: NativeModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Of a forward by what was derived. Raises: ValueError for inputs with which that was not proved, and RowsError
-    where devices share out its rows."""
-    has_tokens = row.derived_tokens is not None and HERE.parallel is not None
-    if not (has_tokens or row.trained_inputs):
+    where devices share out its rows; OtherRowsError for inputs with rows of their own."""
+    parallel = HERE.parallel if row.derived_rows else None
+    if parallel is None and not row.trained_inputs:
         return
     shown = ShownInputs(Innermost(model).arguments(args, kwargs))
-    if has_tokens and shown.signature not in row.derived_inputs:
+    rows = row.derived_rows.get(shown.signature)
+    if parallel is not None and rows is not None and rows != parallel.plan:
+        raise OtherRowsError(rows)
+    if parallel is not None and rows is None:
         raise RowsError(
             f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as "
             'one sample without references; set parallel.strategy to "auto", or train.batch_size to 1'

@@ -359,10 +359,8 @@ def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
             row = replace(row, block_lists=of_all.lists, tail=of_all.tail, transport="stream")
     if row.class_name in TOKEN_PLANS or row.class_name in NO_TOKENS:
         return row
-    proved = {kind: each for kind, each in rows.verdicts().items() if each.has_gradients and each.row}
-    first = next((each.row for each in proved.values()), None)
-    alike = tuple(kind for kind, each in proved.items() if each.row == first)
-    return replace(row, derived_tokens=first, derived_inputs=alike)
+    kept = rows.verdicts().items()
+    return replace(row, derived_rows={kind: each.row for kind, each in kept if each.has_gradients and each.row})
 
 
 class Deriving:

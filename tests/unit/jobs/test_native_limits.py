@@ -8,12 +8,18 @@ import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.checkpoints.load import make_empty_transformer
+from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.comfy.registry import NATIVE_MODELS
+from devicebridge.jobs import read_job
 from devicebridge.jobs.place_by_size import Subject
+from devicebridge.jobs.read_job import ReadJob
 from devicebridge.jobs.resolve import Machine, resolve, why_no_forecast, why_no_stages
+from devicebridge.parallel.local.tokens import HERE, OtherRowsError, RowsError
 from devicebridge.planning.cards import parse_cards
+from devicebridge.planning.question import make_square
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.plans import make_plan_job
+from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, make_toy
 from torch import nn
 
 ROWS = {row.class_name: row for row in NATIVE_MODELS}
@@ -91,3 +97,33 @@ def test_weights_of_the_tail_and_what_it_is_given_do_not_matter() -> None:
     assert not why_no_stages(ROWS["AceStepConditionGenerationModel"], audio)
     decoder.register_parameter("unknown", nn.Parameter(torch.zeros(1)))
     assert r"(decoder.unknown)" in why_no_stages(ROWS["AceStepConditionGenerationModel"], audio)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error", "kept"),
+    [
+        ("tokens", None, {"a": PLAN}), ("tokens", OtherRowsError(WHOLE_TEXT), {"b": WHOLE_TEXT}),
+        ("tokens", RowsError("of neither"), {"a": PLAN, "b": WHOLE_TEXT}), ("none", None, {"a": PLAN, "b": WHOLE_TEXT}),
+    ],
+)  # fmt: skip
+def test_of_rows_that_were_derived_a_run_takes_those_of_its_own_inputs(
+    strategy: str, error: RowsError | None, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward, as ComfyUI's class says which rows its inputs have; the first ones would be tried for all."""
+    info, begun = make_published_info("flux2-klein-4b"), []
+    rows = NativeModel("Toy", "toy", ("blocks",), (), "a toy", derived_rows={"a": PLAN, "b": WHOLE_TEXT})
+    own = dataclasses.replace(info, family=dataclasses.replace(info.family, native=rows))
+    job = make_plan_job(parallel={"strategy": strategy})
+    assert info.variant is not None
+    square = make_square(job.data, info.variant, info.family.latent_of(info.variant))
+
+    def forward(*given: Any) -> None:
+        begun.append(HERE.parallel and HERE.parallel.plan)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(read_job, "forward_on_meta", forward)
+    monkeypatch.setattr(read_job, "make_empty_transformer", lambda info: make_toy().to("meta"))
+    found = read_job._of_own_rows(ReadJob(job, own, info.variant, nn.Module(), (), (square,)))
+    native = found.info.family.native
+    assert native is not None and native.derived_rows == kept and begun == [PLAN] * (strategy == "tokens")
