@@ -116,25 +116,36 @@ class SplitConfig:
 Strategy = Literal["none", "pipeline", "data", "tokens", "fsdp", "hsdp"]
 
 
+# Where each says what it is, or no job with it is read: all questions below go by it.
+_KINDS: dict[Strategy, str] = {
+    "none": "whole",
+    "pipeline": "stages",
+    "data": "copies",
+    "tokens": "rows",
+    "fsdp": "shards",
+    "hsdp": "shards",
+}
+
+
 def holds_copies(strategy: Strategy) -> bool:
     """Whether every device has a copy of the whole model."""
-    return strategy in ("data", "tokens")
+    return _KINDS[strategy] in ("copies", "rows")
 
 
 def shares_rows(strategy: Strategy) -> bool:
     """Whether all devices compute each microbatch together, every one its share of the rows (tokens)."""
-    return strategy == "tokens"
+    return _KINDS[strategy] == "rows"
 
 
 def has_stages(strategy: Strategy) -> bool:
     """Whether several microbatches are in one model at once, each in the stage of another device."""
-    return strategy == "pipeline"
+    return _KINDS[strategy] == "stages"
 
 
 def shards_weights(strategy: Strategy | None) -> bool:
     """Whether every process keeps a share of the weights, and has a block whole only while it computes it; not where
     the strategy is left open."""
-    return strategy in ("fsdp", "hsdp")
+    return strategy is not None and _KINDS[strategy] == "shards"
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -68,7 +68,7 @@ def test_a_class_does_what_is_said_of_it(name: str, found: dict[str, Any]) -> No
 _OTHER_INPUTS, _AT_HOME = {"tokens": "other inputs"}, {"pipeline": "main device between its blocks"}
 _DERIVED = {
     "FLUX.1": {}, "Chroma": {}, "Qwen-Image": {}, "Wan 2.1 T2V, 2.2 T2V 14B": {}, "HunyuanVideo": {}, "SD 3.5": {},
-    "Krea 2": {}, "LTX-Video": _AT_HOME, "Lumina 2": _OTHER_INPUTS, "Cosmos-Predict2": _OTHER_INPUTS,
+    "Krea 2": {}, "LTX-Video": _AT_HOME, "Lumina 2": _OTHER_INPUTS, "Cosmos-Predict2": {},
     "moss": {}, "flux3": _AT_HOME,
     "FLUX.1 Kontext": dict.fromkeys(("gradients", "split", "pipeline", "tokens", "stock LoRA"), "other inputs"),
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.config.model import Strategy, shards_weights
+from devicebridge.config.model import Strategy, has_stages, holds_copies, shards_weights, shares_rows
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
@@ -64,6 +64,13 @@ def test_every_strategy_is_a_candidate():
     """But those that a job must ask for: one that is left out would be chosen for nobody."""
     asked = {each for each in get_args(Strategy) if shards_weights(each)}
     assert {*STRATEGIES} == {*get_args(Strategy)} - asked
+
+
+@pytest.mark.parametrize("question", [holds_copies, shares_rows, has_stages, shards_weights])
+def test_no_question_about_a_strategy_takes_an_unknown_one_for_another(question: Any) -> None:
+    assert {question(each) for each in get_args(Strategy)} == {True, False}
+    with pytest.raises(KeyError):
+        question("newer")
 
 
 def test_two_cards_of_24_gb_take_flux2_in_8_bits():
