@@ -115,15 +115,16 @@ def _decoded(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
     """Time of each part in seconds, and its values, float32 [channels, samples]."""
     import av
 
-    resampler, count = av.AudioResampler(format="fltp"), 0
+    resampler, count = av.AudioResampler(format="flt"), 0  # of planes PyAV reads beyond those of a damaged file
+    shape = stream.codec_context.sample_rate, stream.codec_context.channels
     for frame in container.decode(stream):
-        if frame.is_corrupt or frame.sample_rate != stream.codec_context.sample_rate:
-            raise ValueError(f"the part at {frame.time or 0:.2f} s is damaged, or has another rate")
+        if frame.is_corrupt or (frame.sample_rate, frame.layout.nb_channels) != shape:
+            raise ValueError(f"the part at {frame.time or 0:.2f} s is damaged, or has another rate or more channels")
         count += frame.samples
         if count > _LONGEST_FILE_S * stream.codec_context.sample_rate:
             raise ValueError(f"it is longer than {_LONGEST_FILE_S // 3600} hours; cut it")
         for part in resampler.resample(frame):
-            yield float(frame.time or 0), part.to_ndarray()
+            yield float(frame.time or 0), part.to_ndarray().reshape(-1, shape[1]).T
 
 
 def _starts_s(container: Any) -> float:

@@ -44,6 +44,14 @@ def test_the_wanted_part_of_a_sound_is_its_samples_and_what_is_behind_its_end_is
         read_sound(longer, is_alone=True)
 
 
+def test_a_damaged_number_of_channels_reads_no_memory_of_others(tmp_path: Path):
+    content = bytearray(save_sound(tmp_path / "a.wav", wave(0.5, RATE), RATE).read_bytes())
+    content[22] = 21
+    (tmp_path / "a.wav").write_bytes(content)
+    part, _ = read_sound(SoundRequest(str(tmp_path / "a.wav"), 0.0, 0.1, 1))
+    assert part.shape == (2, 800) and part.abs().max() <= 1
+
+
 @pytest.mark.parametrize("late_s", [0.0, 0.125])
 def test_a_clips_own_track_is_read_at_the_time_of_its_pictures(late_s: float, tmp_path: Path):
     values = wave(0.4, RATE)
