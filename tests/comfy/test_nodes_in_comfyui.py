@@ -214,7 +214,7 @@ def test_an_example_wants_nothing_but_its_model_files(server: Server, name: str)
         key
         for node in _api_twin(name).values()
         if node["class_type"] != "DeviceBridgeTrainLoraSimple"  # it says by itself what is not there
-        for key in node["inputs"].keys() & {"model", "unet_name", "clip_name", "vae_name"}
+        for key in node["inputs"].keys() & {"model", "unet_name", "clip_name", "vae_name", "lora_name"}
         if isinstance(node["inputs"][key], str)
     }
     assert found == {(each, "value_not_in_list") for each in names}
