@@ -113,6 +113,8 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         page.wait_for_function("() => document.querySelector('.db-samples img').naturalWidth > 0")
         page.locator(".db-samples figcaption", has_text="a red house").wait_for()
         keep_picture(page, f"training_{'vue' if has_vue_nodes else 'canvas'}")
+        dataset_node = "window.app.graph.nodes.find((each) => each.type === 'DeviceBridgeTrainingDataset')"
+        assert page.evaluate(f"() => {dataset_node}.size[1]") < 400, "of what is shown, not of all inputs"
         page.get_by_role("button", name="Stop (saves)").click()
         _wait_for_state(page, run, "stopped")
         step = int(_fact(page, "Step").split()[0])

@@ -90,7 +90,11 @@ function addButton(node, name, action, options = {}) {
 function foldAdvanced(node) {
   const setting = app.extensionManager.setting
   const folded = (node.widgets ?? []).filter((widget) => widget.options?.advanced)
-  if (!folded.length || setting.get('Comfy.VueNodes.Enabled') || setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')) return
+  if (!folded.length || setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')) return
+  if (setting.get('Comfy.VueNodes.Enabled')) {
+    for (const widget of folded) widget.advanced = true // or a node that shows a text takes their height, too
+    return
+  }
   const unfold = addButton(node, 'advanced', () => show(!folded[0].hidden), { canvasOnly: true })
   const show = (isFolded) => {
     for (const widget of folded) widget.hidden = isFolded
