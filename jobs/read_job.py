@@ -28,7 +28,7 @@ from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.comfy.text_sizes import CLIP_PARTS
 from ..families.comfy.token_plans import plan_of
 from ..families.spec import LatentSpec, Variant
-from ..parallel.local.tokens import OtherRowsError, RowsError
+from ..parallel.local.tokens import RowsError
 from ..planning.costs import latent_shape_of, sharing_rows
 from ..planning.dry_run import BY_FOREIGN_CODE, META, NoForecast, SampleText, Work, forward_on_meta, make_text
 from ..planning.question import make_square
@@ -231,10 +231,9 @@ def _of_own_rows(read: ReadJob) -> ReadJob:
     try:
         with sharing_rows(work, model, family):
             forward_on_meta(model, read.info, read.variant, work)
-    except OtherRowsError as error:
-        plan = error.plan
-    except (RowsError, NoForecast):  # nobody can tell, or none are theirs: the first sample will
-        return read
+    except (RowsError, NoForecast) as error:
+        if (plan := getattr(error, "plan", None)) is None:  # the first sample will tell
+            return read
     rows = {kind: each for kind, each in native.derived_rows.items() if each == plan}
     return replace(read, info=replace(read.info, family=replace(family, native=replace(native, derived_rows=rows))))
 

@@ -34,7 +34,7 @@ from ..config.job import LoraSettings
 from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import CPU
-from ..parallel.local.tokens import OneDeviceError, OtherRowsError
+from ..parallel.local.tokens import OneDeviceError
 from ..parallel.placement import block_names
 from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
 from ..quantization.quantize import Quantizer, QuantizeSettings, empty_stored
@@ -248,7 +248,7 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
             del prediction
             loss.backward()
     except BY_FOREIGN_CODE as error:
-        if family.host is None or isinstance(error, (OneDeviceError, OtherRowsError)):
+        if family.host is None or isinstance(error, OneDeviceError) or getattr(error, "plan", None):
             raise
         said = f"its forward does not run without numbers, or without all blocks ({type(error).__name__}: {error})"
         raise NoForecast(family.title, said) from error

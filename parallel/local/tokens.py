@@ -46,23 +46,13 @@ class _Frame:
 
 
 class RowsError(RuntimeError):
-    """A forward that the devices cannot share out by rows."""
+    """A forward that the devices cannot share out by rows. plan: where these inputs have theirs, if that is known."""
+
+    plan: TokenPlan | None = None
 
 
 class OneDeviceError(RowsError):
     """One device has to compute this forward: a rank would have no row of an axis, or a part of a group."""
-
-
-class OtherRowsError(RowsError):
-    """The inputs of this forward have other rows than those it was begun with. Args: plan: where theirs are."""
-
-    def __init__(self, plan: TokenPlan) -> None:
-        super().__init__(
-            "the tokens of this sample are elsewhere than those of the one that the run was planned for. Where its "
-            'captions were not encoded then, start it again; else set parallel.strategy to "auto", or train samples '
-            "with references, or without, in a run of their own"
-        )
-        self.plan = plan
 
 
 class _Here(threading.local):

@@ -19,7 +19,7 @@ from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
-from ....parallel.local.tokens import HERE, OtherRowsError, RowsError
+from ....parallel.local.tokens import HERE, RowsError
 from ....parallel.offload.in_place import InPlaceGuard
 from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
 from ....patches.hooks import parameters_on_meta
@@ -287,19 +287,20 @@ class _Said(dict[str, Any]):
 
 def _check_known(model: nn.Module, row: NativeModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Of a forward by what was derived. Raises: ValueError for inputs with which that was not proved, and RowsError
-    where devices share out its rows; OtherRowsError for inputs with rows of their own."""
+    where devices share out its rows, with those of these inputs."""
     parallel = HERE.parallel if row.derived_rows else None
     if parallel is None and not row.trained_inputs:
         return
     shown = ShownInputs(Innermost(model).arguments(args, kwargs))
     rows = row.derived_rows.get(shown.signature)
-    if parallel is not None and rows is not None and rows != parallel.plan:
-        raise OtherRowsError(rows)
-    if parallel is not None and rows is None:
-        raise RowsError(
-            f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as "
-            'one sample without references; set parallel.strategy to "auto", or train.batch_size to 1'
+    if parallel is not None and rows != parallel.plan:
+        error = RowsError(
+            f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as one "
+            "sample without references. Start a run again whose captions were not encoded when it was planned; else "
+            'set parallel.strategy to "auto", or train.batch_size to 1'
         )
+        error.plan = rows
+        raise error
     if row.trained_inputs and shown.kind not in row.trained_inputs:
         raise ValueError(
             f"the gradients of {row.class_name}, which nobody has described, were proved for other inputs than this "

@@ -14,7 +14,7 @@ from devicebridge.jobs import read_job
 from devicebridge.jobs.place_by_size import Subject
 from devicebridge.jobs.read_job import ReadJob
 from devicebridge.jobs.resolve import Machine, resolve, why_no_forecast, why_no_stages
-from devicebridge.parallel.local.tokens import HERE, OtherRowsError, RowsError
+from devicebridge.parallel.local.tokens import HERE, RowsError
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.question import make_square
 from devicebridge.tests.emulated import CARDS, emulated_cards
@@ -99,10 +99,16 @@ def test_weights_of_the_tail_and_what_it_is_given_do_not_matter() -> None:
     assert r"(decoder.unknown)" in why_no_stages(ROWS["AceStepConditionGenerationModel"], audio)
 
 
+def _of_others() -> RowsError:
+    error = RowsError("of others")
+    error.plan = WHOLE_TEXT
+    return error
+
+
 @pytest.mark.parametrize(
     ("strategy", "error", "kept"),
     [
-        ("tokens", None, {"a": PLAN}), ("tokens", OtherRowsError(WHOLE_TEXT), {"b": WHOLE_TEXT}),
+        ("tokens", None, {"a": PLAN}), ("tokens", _of_others(), {"b": WHOLE_TEXT}),
         ("tokens", RowsError("of neither"), {"a": PLAN, "b": WHOLE_TEXT}), ("none", None, {"a": PLAN, "b": WHOLE_TEXT}),
     ],
 )  # fmt: skip
