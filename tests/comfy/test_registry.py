@@ -68,7 +68,7 @@ def test_the_archive_holds_the_pack_and_nothing_else(repository: Path) -> None:
     kinds = {path.parent.name: {".py"} for path in ROOT.glob("*/__init__.py")}
     kinds = {name: each for name, each in kinds.items() if name not in ("tests", "benchmarks", "scripts")}
     kinds |= {"web": {".js", ".css", ".md"}, "locales": {".json"}, "subgraphs": {".json"}, "examples": {".toml"}}
-    kinds["example_workflows"] = {".json", ".jpg"}
+    kinds |= {"example_workflows": {".json", ".jpg"}, "cli": {".py", ".toml"}}
     found: dict[str, set[str]] = {}
     for path in (Path(name) for name in names if not name.endswith("/")):
         found.setdefault("/".join(path.parts[:-1][:1]), set()).add(path.suffix or path.name)
