@@ -57,13 +57,14 @@ def keep_picture(page: Any, name: str, width: int = 1200) -> None:
 
 
 def open_tab(page: Any) -> None:
-    """ComfyUI opens the tab that was open before, a moment after a reload; a click then would close it."""
+    """ComfyUI may open the tab that was open before, a moment after a reload; a click then closes it, and the next one
+    opens it."""
     from playwright.sync_api import TimeoutError as Late
 
     panel = page.locator(".db-panel")
-    for _ in range(3):
+    for timeout in (1_000, 10_000, 10_000):
         try:
-            panel.wait_for(timeout=10_000)
+            panel.wait_for(timeout=timeout)
             return
         except Late:
             page.locator(".devicebridge-tab-button, [data-testid=devicebridge-tab-button]").click()

@@ -54,7 +54,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_dataset(tmp_path_factory.mktemp("page_data") / "tiny_images")
 
 
-def _workflow(pipeline: Path, dataset: Path, name: str) -> dict[str, Any]:
+def _workflow(pipeline: Path, dataset: Path, name: str, steps: int = STEPS) -> dict[str, Any]:
     values = {
         **from_folder(pipeline),
         "TrainingDataset.folder": str(dataset),
@@ -63,7 +63,7 @@ def _workflow(pipeline: Path, dataset: Path, name: str) -> dict[str, Any]:
         "TrainLora.rank": 2,
         "TrainLora.alpha": 2.0,
         "TrainLora.learning_rate": 0.01,
-        "TrainLora.steps": STEPS,
+        "TrainLora.steps": steps,
         "TrainLora.accumulation": 1,
         "TrainLora.sample_prompts": "a red house",
         "TrainLora.sample_every": SAMPLE_EVERY,
@@ -126,11 +126,13 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         assert _fact(page, "Step") == f"{step} of {STEPS}"
         assert page.locator(".db-loss svg path.db-line").get_attribute("d")
         assert page.get_by_role("spinbutton", name="Steps").input_value() == str(STEPS)
+        last = STEPS if has_vue_nodes else step + 5
+        page.get_by_role("spinbutton", name="Steps").fill(str(last))
         page.get_by_role("button", name="Resume" if has_vue_nodes else "Continue with these settings").click()
         _wait_for_state(page, run, "running")
         _wait_for_state(page, run, "finished")
-        assert _fact(page, "Step") == f"{STEPS} of {STEPS}"
-        page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, run))
+        assert _fact(page, "Step") == f"{last} of {last}"
+        page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, run, last))
         page.get_by_test_id("queue-button").click()
         _wait_until_idle(server)
         assert _last_texts(server)[-1].startswith("Finished before: nothing was trained.")
@@ -142,17 +144,17 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         if not has_vue_nodes:  # which draws advanced inputs, too
             assert page.evaluate(OVERLAPS) == []
         assert page.evaluate(PROMPTS_IN_A_HIGH_NODE) <= 100
-        last = f"step {STEPS}"
-        page.get_by_role("button", name=f"delete the checkpoint of {last}").click()
+        deletes = page.get_by_role("button", name=f"delete the checkpoint of step {last}")
+        deletes.click()
         page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-        page.get_by_role("button", name=f"delete the checkpoint of {last}").wait_for(state="detached")
+        deletes.wait_for(state="detached")
     folder = server.base / "output" / "devicebridge" / run
     used = server.base / "models" / "loras" / f"{run}.safetensors"
     assert used.read_bytes() == (folder / f"{run}.safetensors").read_bytes()
-    assert not (folder / "checkpoints" / f"step-{STEPS:06d}").exists()
+    assert not (folder / "checkpoints" / f"step-{last:06d}").exists()
     _load_in_a_stock_graph(server, pipeline, used.name)
     steps = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in steps if event["kind"] == "step"] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in steps if event["kind"] == "step"] == list(range(1, last + 1))
 
 
 def _wait_until_idle(server: Server) -> None:

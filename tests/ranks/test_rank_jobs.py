@@ -30,9 +30,9 @@ pytestmark = [
 ]
 
 LONG = bool(os.environ.get("LONG_TESTS"))
-STEPS, SPLIT_AT = 20 if LONG else 6, (7, 13)
+STEPS, SPLIT_AT = 20 if LONG else 3, (7, 13)
 CARDS = [f"lazy:{index}" for index in range(4)]
-BRIEF = {"steps": 5}
+BRIEF = {"steps": 3}
 SHORT = {} if LONG else BRIEF
 PICTURES = {"train": {"steps": 2, "gradient_accumulation_steps": 3}, "samples": {"prompts": ["a cat"], "steps": 2}}
 KINDS = {
@@ -137,7 +137,7 @@ def on_two(folder, alone, on_four):
     jobs = {name: _job(folder, name, **sections) for name, sections in ON_TWO.items()}
     before, _ = _job(folder, "changed", parallel={"strategy": "pipeline"}, split={"devices": CARDS[:2]})
     with emulated_cards():
-        run_steps(before, 3)
+        run_steps(before, 2)
     after = dataclasses.replace(before, parallel=dataclasses.replace(before.parallel, strategy="fsdp"))
     save_job(
         dataclasses.replace(after, split=dataclasses.replace(after.split, devices=("cpu",))), folder / "changed.toml"
@@ -176,7 +176,7 @@ def _refused(folder):
 def _kept_job(folder, name):
     """A stopped run goes on as the resumed one."""
     settings, _ = KEPT[name]
-    train = {"steps": 4, "gradient_accumulation_steps": 2, **settings.get("train", {})}
+    train = {"steps": 3, "gradient_accumulation_steps": 2, **settings.get("train", {})}
     sections = {"split": settings.get("split", {"devices": ["cpu"]}), "evaluation": {"folder": ""}}
     name = "resumed" if name == "stopped" else name
     return _job(folder, name, parallel={"strategy": "fsdp"}, train=train, data={"resolutions": [32]}, **sections)
@@ -333,7 +333,7 @@ def test_all_ranks_keep_what_the_smallest_card_has_room_for_or_what_was_asked(na
 
 @pytest.mark.parametrize("name", [name for name in KEPT if name not in ("recomputed", "stopped")])
 def test_blocks_that_are_not_computed_again_train_the_same_lora_bit_for_bit(name, folder, on_two):
-    found, expected = (_lora(_kept_job(folder, each)[0], 4) for each in (name, "recomputed"))
+    found, expected = (_lora(_kept_job(folder, each)[0], 3) for each in (name, "recomputed"))
     assert on_two[name]["status"] == "finished" and on_two[name]["losses"] == on_two["recomputed"]["losses"]
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
