@@ -66,6 +66,7 @@ def _graph(family: str, pipeline: Path, images: Path, **train: Any) -> dict[str,
         "CacheCaptionsAndLatents.cache_folder": f"cache_{images.name}",
         "CacheCaptionsAndLatents.caption_weights": True,  # as core's nodes read them
         "TrainLora.steps": 2,
+        "TrainLora.accumulation": 1,
         "TrainLora.rank": 2,
         "TrainLora.alpha": 2.0,
         "TrainLora.learning_rate": 0.01,
@@ -157,7 +158,7 @@ def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no
 def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(server, pipelines, images, tmp_path, how):
     """By the CLIP that the graph's cache node had, also for a training that runs elsewhere."""
     prompt, name = "a (blue:1.2) boat", f"drawn_{how}"
-    settings = {"sample_prompts": prompt, "sample_every": 0, "background": how == "background"}
+    settings = {"sample_prompts": prompt, "sample_every": 0, "sample_steps": 2, "background": how == "background"}
     graph = _graph("flux2", pipelines["flux2"], images, name=name, **settings)
     _keep_cores_results(graph, images / "1.png", prompt, tmp_path)
     _succeed(server.run(graph))

@@ -109,7 +109,8 @@ def _quick_training(graph: dict[str, Any], pipeline: Path, **train: Any) -> dict
         "TrainingDataset.resolutions": "32",
         "CacheCaptionsAndLatents.dtype": "float32",
     }
-    settings |= {f"TrainLora.{name}": value for name, value in {"rank": 2, "alpha": 2.0, **train}.items()}
+    small = {"rank": 2, "alpha": 2.0, "accumulation": 1, "sample_steps": 2, **train}
+    settings |= {f"TrainLora.{name}": value for name, value in small.items()}
     return set_values(graph, {f"DeviceBridge{name}": value for name, value in settings.items()})
 
 
