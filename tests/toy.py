@@ -4,7 +4,7 @@ Tests say `from devicebridge.tests.toy import TINY` and take a row by family nam
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,3 +229,20 @@ TINY: dict[str, TinyFamily] = {
         shift=lambda num_tokens: 3.0,
     ),
 }
+
+
+@torch.no_grad()
+def slopes(loss: Callable[[], torch.Tensor], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Central differences of a loss, of every number of these tensors in float64."""
+    found = []
+    for tensor in tensors:
+        slope, numbers = torch.empty_like(tensor), tensor.view(-1)
+        for index in range(tensor.numel()):
+            ends = []
+            for step in (1e-6, -2e-6):
+                numbers[index] += step
+                ends.append(loss())
+            numbers[index] += 1e-6
+            slope.view(-1)[index] = (ends[0] - ends[1]) / 2e-6
+        found.append(slope)
+    return found

@@ -5,10 +5,13 @@ tokens and lengths are easy to choose. The chat templates ask of their messages 
 typed parts, Qwen3's a string.
 """
 
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 
 EncoderKind = Literal["mistral3", "qwen3", "t5", "umt5", "clip"]
 
@@ -56,6 +59,20 @@ def save_tiny_text_encoder(
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     model.save_pretrained(folder / encoder_name)
+
+
+def save_each(root: Path, kinds: Iterable[Any], **options: Any) -> dict[str, Path]:
+    """One of each kind, 64 wide, below root."""
+    for kind in kinds:
+        save_tiny_text_encoder(root / kind, kind, 64, **options)
+    return {kind: root / kind for kind in kinds}
+
+
+def copy_parts(source: Path, target: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """All files of an encoder but its weights; the copy, and the weights."""
+    for folder in ("text_encoder", "tokenizer"):
+        shutil.copytree(source / folder, target / folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return target, load_file(source / "text_encoder" / "model.safetensors")
 
 
 def _make_tokenizer(kind: EncoderKind, max_length: int, known_text: str):

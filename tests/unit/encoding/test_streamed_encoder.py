@@ -21,7 +21,7 @@ from devicebridge.parallel.offload.copies import NUM_SLOTS, CopyStreams
 from devicebridge.patches.hooks import HookSet
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.encoding import encode_captions
-from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from devicebridge.tests.toy_encoders import save_each
 from devicebridge.tests.unit.encoding.test_text_encoder_quantized import SPECS
 from safetensors.torch import load_file, save_file
 
@@ -36,10 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("encoders")
-    for kind in SPECS:
-        save_tiny_text_encoder(root / kind, kind, 64, layers=NUM_LAYERS, max_length=64)  # type: ignore[arg-type]
-    return {kind: root / kind for kind in SPECS}
+    return save_each(tmp_path_factory.mktemp("encoders"), SPECS, layers=NUM_LAYERS, max_length=64)
 
 
 def _stream(folder, kind, plan, device=CPU, dtype=torch.float32):

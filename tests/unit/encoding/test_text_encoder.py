@@ -14,7 +14,7 @@ from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text, render_chat
 from devicebridge.encoding.text_weights import refuse_eight_bit, weight_records
 from devicebridge.families.spec import TextEncoderSpec
-from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from devicebridge.tests.toy_encoders import copy_parts, save_tiny_text_encoder
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
@@ -181,15 +181,14 @@ def test_every_way_of_naming_the_language_model_is_found(folders, tmp_path):
     }
     for prefix in ("language_model.model.", "model.language_model.", "model.", ""):
         folder = tmp_path / (prefix or "none")
-        _copy_without_weights(folders["flux2"], folder)
+        copy_parts(folders["flux2"], folder)
         language = {prefix + name: t for name, t in bare.items() if "vision" not in name and "projector" not in name}
         save_file(language, folder / "text_encoder" / "model.safetensors")
         assert torch.equal(_ours(folder, MISTRAL3, "a cat", torch.float32), expected)
 
 
 def test_shards_are_read_through_their_index(folders, tmp_path):
-    _copy_without_weights(folders["klein"], tmp_path / "klein")
-    tensors = load_file(folders["klein"] / "text_encoder" / "model.safetensors")
+    _, tensors = copy_parts(folders["klein"], tmp_path / "klein")
     target, names = tmp_path / "klein" / "text_encoder", sorted(tensors)
     save_file({name: tensors[name] for name in names[::2]}, target / "one.safetensors")
     save_file({name: tensors[name] for name in names[1::2]}, target / "two.safetensors")
@@ -200,7 +199,7 @@ def test_shards_are_read_through_their_index(folders, tmp_path):
 
 
 def test_shards_that_are_missing_are_named(folders, tmp_path):
-    _copy_without_weights(folders["klein"], tmp_path)
+    copy_parts(folders["klein"], tmp_path)
     index = tmp_path / "text_encoder" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     with pytest.raises(ValueError, match=r"lacks 2 of .*one\.safetensors, two\.safetensors; download"):
@@ -211,18 +210,9 @@ def test_shards_that_are_missing_are_named(folders, tmp_path):
         refuse_eight_bit(weight_records(index.parent))
 
 
-def _copy_without_weights(source, target):
-    for folder in ("text_encoder", "tokenizer"):
-        (target / folder).mkdir(parents=True)
-        for file in (source / folder).iterdir():
-            if file.suffix != ".safetensors":
-                (target / folder / file.name).write_bytes(file.read_bytes())
-
-
 def _break(folders, name, tmp_path, change):
-    _copy_without_weights(folders[name], tmp_path)
-    tensors = change(load_file(folders[name] / "text_encoder" / "model.safetensors"))
-    save_file(tensors, tmp_path / "text_encoder" / "model.safetensors")
+    _, tensors = copy_parts(folders[name], tmp_path)
+    save_file(change(tensors), tmp_path / "text_encoder" / "model.safetensors")
     return tmp_path
 
 
@@ -239,7 +229,7 @@ def test_missing_weights_are_refused_and_never_random(folders, tmp_path, name, s
 def test_missing_folders_files_and_layers_are_named(folders, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer folder"):
         load_text_encoder(UMT5, tmp_path, "cpu", torch.float32)
-    _copy_without_weights(folders["wan"], tmp_path)
+    copy_parts(folders["wan"], tmp_path)
     with pytest.raises(ValueError, match=r"neither model\.safetensors"):
         load_text_encoder(UMT5, tmp_path, "cpu", torch.float32)
     for layers in ((), (0, 1), (1, 5)):
@@ -248,7 +238,7 @@ def test_missing_folders_files_and_layers_are_named(folders, tmp_path):
 
 
 def test_a_clip_with_a_projection_is_not_what_was_described(folders, tmp_path):
-    _copy_without_weights(folders["flux1"], tmp_path)
+    copy_parts(folders["flux1"], tmp_path)
     config = tmp_path / "text_encoder" / "config.json"
     found = {**json.loads(config.read_text()), "architectures": ["CLIPTextModelWithProjection"]}
     config.write_text(json.dumps(found))
@@ -271,7 +261,7 @@ def test_clip_weights_under_their_older_names_load(folders, tmp_path):
 
 
 def test_a_processors_chat_template_goes_before_the_tokenizers(folders, tmp_path):
-    _copy_without_weights(folders["flux2"], tmp_path)
+    copy_parts(folders["flux2"], tmp_path)
     template = "{{ messages[0]['content'][0]['text'] }}!{{ messages[1]['content'][0]['text'] }}!"
     (tmp_path / "tokenizer" / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = text_encoder._load_tokenizer(tmp_path / "tokenizer")

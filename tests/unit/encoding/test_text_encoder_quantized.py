@@ -25,8 +25,8 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.encoding import encode_captions
 from devicebridge.tests.noise import decibels
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.tests.toy_encoders import save_tiny_text_encoder
-from safetensors.torch import load_file, save_file
+from devicebridge.tests.toy_encoders import copy_parts, save_each
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,10 +60,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("encoders")
-    for kind in SPECS:
-        save_tiny_text_encoder(root / kind, kind, 64, max_length=LENGTH)  # type: ignore[arg-type]
-    return {kind: root / kind for kind in SPECS}
+    return save_each(tmp_path_factory.mktemp("encoders"), SPECS, max_length=LENGTH)
 
 
 def _load(folders, kind, scheme, dtype=torch.float32, **changes):
@@ -136,7 +133,7 @@ def test_linears_are_rounded_and_nothing_else(folders: dict[str, Path], kind: st
 
 @pytest.mark.parametrize("left_out", ["shared.weight", "encoder.embed_tokens.weight", None])
 def test_the_embedding_is_found_under_either_name(folders, tmp_path, left_out):
-    folder, tensors = _copy(folders["t5"], tmp_path)
+    folder, tensors = copy_parts(folders["t5"], tmp_path)
     (embedding,) = (tensors.pop(name) for name in ("shared.weight", "encoder.embed_tokens.weight") if name in tensors)
     names = {"shared.weight", "encoder.embed_tokens.weight"} - {left_out}
     save_file({**tensors, **{name: embedding.clone() for name in names}}, folder / "text_encoder/model.safetensors")
@@ -144,15 +141,6 @@ def test_the_embedding_is_found_under_either_name(folders, tmp_path, left_out):
     found = load_text_encoder(SPECS["t5"], folder, CPU, torch.float32, "int8")
     assert torch.equal(expected.encode("a cat"), found.encode("a cat"))
     assert found.model.shared.weight is found.model.encoder.embed_tokens.weight  # type: ignore[union-attr]
-
-
-def _copy(source: Path, target: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    for folder in ("text_encoder", "tokenizer"):
-        (target / folder).mkdir(parents=True)
-        for file in (source / folder).iterdir():
-            if file.suffix != ".safetensors":
-                (target / folder / file.name).write_bytes(file.read_bytes())
-    return target, load_file(source / "text_encoder" / "model.safetensors")
 
 
 class _Peak(TorchDispatchMode):
@@ -251,7 +239,7 @@ def test_a_device_without_float8_is_told_what_works() -> None:
 @pytest.mark.parametrize("scheme", ["none", "int8"])
 @pytest.mark.parametrize("kind", ["qwen3", "t5", "clip"])
 def test_encoders_in_8_bits_already_are_refused_with_what_works(folders, tmp_path, kind, scheme, dtype):
-    folder, tensors = _copy(folders[kind], tmp_path)
+    folder, tensors = copy_parts(folders[kind], tmp_path)
     name = next(name for name in sorted(tensors) if "q" in name)
     tensors[name] = tensors[name].to(dtype)
     save_file(tensors, folder / "text_encoder" / "model.safetensors")
@@ -268,7 +256,7 @@ def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(folder
         check_text_device("cpu", (SPECS["t5"],), single)
     with pytest.raises(ValueError, match="a single file"):
         check_job(make_tiny_job(tmp_path, cache={"text_encoders": str(single)}))
-    folder, tensors = _copy(folders["t5"], tmp_path / "copy")
+    folder, tensors = copy_parts(folders["t5"], tmp_path / "copy")
     save_file(tensors, folder / "text_encoder" / "model.safetensors")
     config = folder / "text_encoder" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "x"}}))

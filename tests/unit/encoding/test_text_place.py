@@ -26,7 +26,7 @@ from devicebridge.encoding.text_weights import layer_list, tied_names
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.hooks import HookSet
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
-from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from devicebridge.tests.toy_encoders import save_each
 from devicebridge.tests.unit.encoding.test_text_encoder_quantized import SPECS
 
 CPU = torch.device("cpu")
@@ -36,10 +36,7 @@ HUGE = 10**15
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("encoders")
-    for kind in SPECS:
-        save_tiny_text_encoder(root / kind, kind, 64, layers=12, max_length=64)  # type: ignore[arg-type]
-    return {kind: root / kind for kind in SPECS}
+    return save_each(tmp_path_factory.mktemp("encoders"), SPECS, layers=12, max_length=64)
 
 
 Machine = Callable[..., None]

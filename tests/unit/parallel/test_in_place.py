@@ -5,6 +5,7 @@ import torch
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.offload.recompute import checkpoint_calls, put_back, recompute, taken_out
 from devicebridge.patches.compile_blocks import Compiler
+from devicebridge.tests.toy import slopes
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -155,24 +156,6 @@ def _gradients(block, run=lambda block, *args: block(*args)):
     return [tensor.grad for tensor in (x, scale, *block.parameters())]
 
 
-@torch.no_grad()
-def _slopes(block):
-    """Central differences, of every number of inputs and parameters."""
-    x, scale = _inputs()
-    found = []
-    for tensor in (x, scale, *block.parameters()):
-        slope = torch.empty_like(tensor)
-        for index in range(tensor.numel()):
-            numbers, ends = tensor.view(-1), []
-            for step in (1e-6, -2e-6):
-                numbers[index] += step
-                ends.append(_loss(block, x, scale))
-            numbers[index] += 1e-6
-            slope.view(-1)[index] = (ends[0] - ends[1]) / 2e-6
-        found.append(slope)
-    return found
-
-
 def _guarded(cls, passed_by=()):
     block = _made(cls)
     block.forward = InPlaceGuard(block, passed_by, has_out=cls in NAMING)
@@ -214,7 +197,8 @@ WAYS = {
 @pytest.mark.parametrize("cls", WRITING)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_central_differences(cls, way):
-    expected = _slopes(_made(Pure))
+    pure, given = _made(Pure), _inputs()
+    expected = slopes(lambda: _loss(pure, *given), (*given, *pure.parameters()))
     block, tolerance = _guarded(cls), 1e-6 if cls is Halving else 1e-8
     for _ in range(2):  # the first call of a kind is watched, the next ones know
         for found, slope in zip(_gradients(block, WAYS[way]), expected, strict=True):
