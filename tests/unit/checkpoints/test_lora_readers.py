@@ -46,10 +46,10 @@ class Case:
     layout: str
     dora: bool
     which: str
-    is_lokr: bool = False
+    other: str = ""  # lokr or oft
 
     def __str__(self) -> str:
-        kind = "lokr" if self.is_lokr else "dora" if self.dora else "lora"
+        kind = self.other + "dora" * self.dora or "lora"
         return "-".join([self.name, self.layout, kind, self.which])
 
     @property
@@ -79,14 +79,16 @@ class Case:
         model, tensors = _model(self.name), {}
         for name in self.targets:
             weight = model.get_submodule(name).weight.detach()
-            if self.is_lokr:
-                (rows, columns), first = weight.shape, torch.randn(2, 4, generator=generator)
-                tensors[f"{name}.lokr_w1"] = first
+            rows, columns = weight.shape
+            if self.other == "oft":
+                tensors[f"{name}.oft_blocks"] = 0.1 * torch.randn(rows // 4, 4, 4, generator=generator)
+            elif self.other:
+                tensors[f"{name}.lokr_w1"] = torch.randn(2, 4, generator=generator)
                 tensors[f"{name}.lokr_w2_a"] = 0.02 * torch.randn(rows // 2, RANK, generator=generator)
                 tensors[f"{name}.lokr_w2_b"] = torch.randn(RANK, columns // 4, generator=generator)
-                continue
-            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator)
-            tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(weight.shape[0], RANK, generator=generator)
+            else:
+                tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
+                tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(rows, RANK, generator=generator)
             if self.dora:
                 noise = torch.rand(weight.shape[0], generator=generator) + 0.5
                 tensors[f"{name}.dora_scale"] = weight.norm(dim=1) * noise
@@ -94,8 +96,8 @@ class Case:
 
     def file(self):
         trained = self.trained()
-        if self.is_lokr:
-            return lycoris_for_comfyui(self.family, trained, ALPHA / RANK)
+        if self.other:
+            return lycoris_for_comfyui(self.family, self._for_comfyui(trained), ALPHA / RANK)
         return make_lora_tensors(self.family, self.layout, trained, self._for_comfyui(trained), ALPHA, RANK)
 
     def _for_comfyui(self, trained):
@@ -108,7 +110,11 @@ class Case:
     def _weights(self, module, trained):
         """The layer's weight, and the same with its LoRA and no magnitude."""
         weight = _model(self.name).get_submodule(module).weight.detach()
-        if self.is_lokr:
+        if self.other == "oft":
+            skew = (blocks := trained[f"{module}.oft_blocks"]) - blocks.mT
+            turned = (torch.eye(4) + skew) @ torch.linalg.inv(torch.eye(4) - skew)
+            return weight, torch.einsum("knm,kni->kmi", turned, weight.unflatten(0, (-1, 4))).flatten(0, 1)
+        if self.other:
             first, *second = (trained[f"{module}.lokr_{part}"] for part in ("w1", "w2_a", "w2_b"))
             return weight, weight + ALPHA / RANK * torch.kron(first, second[0] @ second[1])
         a, b = trained[f"{module}.lora_A.weight"], trained[f"{module}.lora_B.weight"]
@@ -148,7 +154,11 @@ CASES = [
     for which in ("default", "parts", "all")
 ]
 WRITABLE = [case for case in CASES if case.is_writable]
-LOKR = [Case(name, "original", False, "default", is_lokr=True) for name in FAMILY_NAMES]
+OTHERS = [
+    Case(name, "original", dora, "default", other)
+    for name in FAMILY_NAMES
+    for other, dora in (("lokr", False), ("lokr", True), ("oft", False))
+]
 
 
 def test_what_cannot_be_written_is_refused_with_what_would_work():
@@ -311,11 +321,11 @@ def comfyui_folder(tmp_path_factory):
     if python is None:
         pytest.skip("needs ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
     folder = tmp_path_factory.mktemp("comfyui")
-    cases = {name: [str(case) for case in (*WRITABLE, *LOKR) if case.name == name] for name in FAMILY_NAMES}
+    cases = {name: [str(case) for case in (*WRITABLE, *OTHERS) if case.name == name] for name in FAMILY_NAMES}
     (folder / "cases.json").write_text(json.dumps(cases))
     for name in FAMILY_NAMES:
         save_file(_stacked(name, _model(name).state_dict()), folder / f"{name}.safetensors")
-    for case in (*WRITABLE, *LOKR):
+    for case in (*WRITABLE, *OTHERS):
         save_file(case.file(), folder / f"{case}.safetensors")
     loras = {name: (name, full_file(name)) for name in FAMILY_NAMES}
     loras["unknown"] = ("wan", lora_to_diffusers(FAMILIES["wan"], full_lora("wan"), 1.0, 1))
@@ -349,15 +359,15 @@ def _stacked(name, tensors):
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("case", LOKR, ids=str)
-def test_comfyui_loads_every_tensor_of_lokr(case, comfyui):
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_comfyui_loads_every_tensor_of_other_kinds(case, comfyui):
     answer, changed = comfyui[str(case)]
     assert not any("not loaded" in message or "ERROR" in message for message in answer["messages"])
     assert len(changed) == len(_stacked(case.name, case.expected()))
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("case", [*WRITABLE, *LOKR], ids=str)
+@pytest.mark.parametrize("case", [*WRITABLE, *OTHERS], ids=str)
 def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case, comfyui):
     answer, changed = comfyui[str(case)]
     assert answer["class"] == TINY[case.name].comfyui_class
@@ -370,7 +380,7 @@ def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case
         for name in expected
         if (changed.get(name, original[name]) - expected[name]).abs().max() > 1e-6 * expected[name].abs().max()
     ]
-    if case.is_lokr or "ComfyUI" not in case.lost:
+    if case.other or "ComfyUI" not in case.lost:
         assert differing == [] and not any("ERROR" in message for message in answer["messages"])
     else:
         assert differing and any("lora key not loaded" in message for message in answer["messages"])

@@ -9,7 +9,7 @@ from devicebridge.families.spec import ModelFamily
 from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings, full_weight
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
-from devicebridge.training.adapter import apply_lora, find_targets
+from devicebridge.training.adapter import apply_lora, find_targets, without_lora
 
 NAMES = sorted(FAMILIES)
 
@@ -137,6 +137,8 @@ def test_a_kind_begins_with_no_change_and_its_file_gives_comfyui_the_trained_lay
     handle = apply_lora(model, FAMILIES[name], settings, seed=0)
     assert torch.equal(model(**inputs, return_dict=False)[0], before)
     _randomise(handle)
+    with without_lora(model):
+        assert torch.equal(model(**inputs, return_dict=False)[0], before)
     file = lycoris_for_comfyui(ModelFamily(**{**vars(FAMILIES[name]), "renames": ()}), handle.tensors_for_comfyui(), 2)
     for target in handle.targets:
         layer = model.get_submodule(target)
