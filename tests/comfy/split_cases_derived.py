@@ -16,10 +16,11 @@ from unittest import mock
 
 import torch
 from devicebridge.families.comfy import registry, token_plans
+from devicebridge.families.comfy.native import NativeModel
 from devicebridge.nodes.host.native.model import native_training, plain_attention
 from devicebridge.nodes.host.split import deriving, gradients
 from devicebridge.nodes.host.split.attachments import OVERRIDE
-from devicebridge.nodes.host.split.deriving import Cards, find_rows, small_forwards
+from devicebridge.nodes.host.split.deriving import Cards, find_rows, small_forwards, with_derived_rows
 from devicebridge.nodes.host.split.examine import examine
 from devicebridge.nodes.host.split.gradients import gradient_fault, gradients_of, trained_blocks, worst
 from devicebridge.nodes.host.split.model import describe_split
@@ -45,6 +46,7 @@ from devicebridge.tests.comfy.derived_classes import (
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import rand, with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
+from devicebridge.tests.comfy.split_cases_formats import quantised_checkpoint
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_cases_tensor import near
 from devicebridge.tests.comfy.split_cases_ways import FAST_LINK, _machine, _way_of
@@ -414,6 +416,12 @@ def derived_examine(case: Case) -> None:
         kind = FAMILIES[each].config_class
         case.check(f"{kind}: a row", "TokenPlan(" in said and "NativeModel(" in said, said)
         host.unload_all()
+    with nobody_described(), torch.inference_mode(False):
+        said = examine(quantised_checkpoint(host, "int8_tensorwise", name))
+        plain = host.load(name).model.diffusion_model
+        row = with_derived_rows(NativeModel(name, "", (), (), "", is_derived=True), plain)
+    case.check("of 8 bits, kept for other files, too", "card, and slopes" in said and bool(row.trained_inputs), said)
+    host.unload_all()
     are_one, devices, management = [], set[str](), deriving.management
 
     def find_and_write(cards: Cards, given: Any) -> Any:

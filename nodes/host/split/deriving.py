@@ -175,6 +175,9 @@ def _in_float32(given: Mapping[str, Any], models: Sequence[nn.Module]) -> dict[s
     """Inputs in float32, and ComfyUI's layers of these models with weights that they cast to what they are given."""
     for module in (each for model in models for each in model.modules() if hasattr(each, "comfy_cast_weights")):
         module.__dict__["comfy_cast_weights"] = True
+        if getattr(module, "layout_type", None):  # else it rounds what it is given to 8 bits, too
+            functions: Any = module.weight_function
+            module.__dict__["weight_function"] = [lambda weight: weight, *functions]
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype in _HALVES else tensor
@@ -237,8 +240,11 @@ def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
     Raises: RowsError where the class computes none of the sizes, or draws or remembers something.
     """
     inputs, reasons = ShownInputs(given), list[str]()
-    has_halves = any(each.dtype in _HALVES for each in tensors_reached(dict(given)))
-    for is_wide, unit, has_lists in itertools.product((True, False) if has_halves else (False,), _UNITS, (True, False)):
+    is_rounded = any(each.dtype in _HALVES for each in tensors_reached(dict(given)))
+    is_rounded |= any(
+        getattr(each, "layout_type", None) for each in cards.models[0].modules()
+    )  # its weights, to 8 bits
+    for is_wide, unit, has_lists in itertools.product((True, False) if is_rounded else (False,), _UNITS, (True, False)):
         try:
             small = inputs.small(unit, has_lists=has_lists)
             if is_wide:
@@ -318,7 +324,7 @@ def rows_of(model: nn.Module) -> DerivedRows:
             if type(value) in PLAIN or type(value) in (tuple, list)
         }
         structure.append([name, type(module).__name__, told])
-    shapes = [[name, list(each.shape)] for name, each in model.named_parameters()]
+    shapes = sorted([name, list(each.shape)] for name, each in model.named_parameters())  # not so of layers in 8 bits
     return DerivedRows(
         {
             "class": f"{type(model).__module__}.{type(model).__qualname__}",

@@ -154,7 +154,8 @@ def _widths_checked(root: nn.Module, widths: Mapping[str, int]) -> Iterator[None
             raise _Width(x.shape[-1], wanted)
 
     for module in root.modules():
-        shape: Any = (module.in_features,) if isinstance(module, nn.Linear) else getattr(module, "normalized_shape", ())
+        is_linear = hasattr(module, "in_features")  # ComfyUI's of 8-bit weights is none of torch's
+        shape: Any = (module.in_features,) if is_linear else getattr(module, "normalized_shape", ())
         if shape:
             hooks.just_before(module, partial(check, shape[-1]))
     try:
