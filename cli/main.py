@@ -240,7 +240,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "examine",
         help="show where the blocks and tokens of a model's class are",
         description="Load a diffusion model, derive where its blocks and tokens are, prove that by small pictures, and "
-        "print it as rows of families/comfy. A split by tokens then takes it.",
+        "print it as rows of families/comfy. A split by tokens, and a training, then take what was proved.",
     )
     command.add_argument("file", type=Path, help="file of a diffusion model")
     command.add_argument("--python", type=Path, help=python)

@@ -46,8 +46,10 @@ SHARE_OF_PRODUCT = 0.66  # the same, of the 690 * 10^12 per second that a large 
 _log = logging.getLogger(__name__)
 _NUMBER = r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}"
 _COUNT = r"(?:(?P<count>[0-9]{1,6}) *[x×] *)?"
+_UNIT = "GB|GiB"
 _CARD = re.compile(
-    rf"{_COUNT}(?:(?P<size>{_NUMBER}) *(?P<unit>GB|GiB)(?: *@ *(?P<speed>{_NUMBER}))?|(?P<name>[A-Za-z0-9 -]+))",
+    rf"{_COUNT}(?:(?P<size>{_NUMBER}) *(?P<unit>{_UNIT})(?: *@ *(?P<speed>{_NUMBER}))?"
+    rf"|(?P<name>[A-Za-z0-9 -]+)(?:: *(?P<free>{_NUMBER}) *(?P<free_unit>{_UNIT}))?)",
     re.IGNORECASE,
 )
 _MAX_CARDS = 64  # more than a host has; a slip of the finger ends here
@@ -166,7 +168,7 @@ class Card:
 
 def parse_cards(text: str) -> list[Card]:
     """Cards that need not exist: "24GB,12GB", "24GiB, 24GiB", several alike "2x24GB", with relative speeds
-    "2x24GB@1,12GB@0.5", or by their model "2x3090", "RTX 4090, RTX 3090".
+    "2x24GB@1,12GB@0.5", or by their model "2x3090", "RTX 4090, RTX 3090", with what is free there "3090:23GiB".
 
     Raises: ValueError that shows the part which is no card, or how many there are if these are too many.
     """
@@ -174,18 +176,19 @@ def parse_cards(text: str) -> list[Card]:
     for part in (part.strip() for part in text.split(",")):
         card, match = None, _CARD.fullmatch(part)
         if match and match["name"] and (kind := kind_called(match["name"])):
-            refuses = frozenset(() if kind.has_fp8 else ("fp8-compute",))
-            card = Card(torch.device("cuda"), kind.gib * 2**30, kind.gib * 2**30, refuses=refuses, kind=kind)
+            refuses, size = frozenset(() if kind.has_fp8 else ("fp8-compute",)), kind.gib * 2**30
+            free = _bytes(match["free"], match["free_unit"]) if match["free"] else size
+            card = Card(torch.device("cuda"), size, free, refuses=refuses, kind=kind) if 0 < free <= size else None
         elif match and match["size"] and float(match["size"]) and float(match["speed"] or 1):
-            size = int(float(match["size"]) * (2**30 if match["unit"].lower() == "gib" else 1e9))
+            size = _bytes(match["size"], match["unit"])
             alike = (each for each in KINDS if any(abs(size / b / each.gib - 1) <= _NEAR for b in (2**30, 1e9)))
             kind = next(alike, None)
             card = Card(torch.device("cuda"), size, size, float(match["speed"] or 1), kind=kind, is_assumed=True)
         if match is None or card is None:
             raise ValueError(
                 f'cards: {part!r} in {text!r} is no card; write its memory: "24GB,12GB", several alike as "2x24GB", '
-                'with speeds above 0 "2x24GB@1,12GB@0.5", or one of these models, such as "2x3090": '
-                + ", ".join(kind.name for kind in KINDS)
+                'with speeds above 0 "2x24GB@1,12GB@0.5", or one of these models, such as "2x3090", with '
+                'what is free "3090:23GiB": ' + ", ".join(kind.name for kind in KINDS)
             )
         count, first = int(match["count"] or 1), len(cards)
         if not 1 <= count <= _MAX_CARDS - first:
@@ -194,6 +197,10 @@ def parse_cards(text: str) -> list[Card]:
             )
         cards += [replace(card, device=torch.device("cuda", index)) for index in range(first, first + count)]
     return _with_speeds(cards)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * (2**30 if unit.lower() == "gib" else 1e9))
 
 
 def _with_speeds(cards: list[Card]) -> list[Card]:

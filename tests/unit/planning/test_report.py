@@ -84,6 +84,12 @@ def test_a_card_is_known_by_its_model(text, name, gib, refuses):
     card = parse_cards(text)[-1]
     assert card.kind.name == name and not card.is_assumed
     assert (card.total_bytes, card.refuses) == (gib * 2**30, refuses)
+    (less,) = parse_cards(f"{name}: {gib - 1}GiB")
+    assert replace(less, usable_bytes=card.total_bytes) == replace(card, device=less.device)
+    assert less.usable_bytes == (gib - 1) * 2**30
+    for size in (f"{gib + 1}GiB", "0GB"):
+        with pytest.raises(ValueError, match="is no card; write"):
+            parse_cards(f"{name}:{size}")
 
 
 def test_cards_of_models_have_their_speeds():
