@@ -38,7 +38,7 @@ Energy = tuple[float, float]  # squared norms, of a matrix and of what is kept o
 
 ORIGINAL, KOHYA, DIFFUSERS = "diffusion_model.", "lora_unet_", "transformer."  # prefixes of layers in files
 _OVERSAMPLED, _ITERATIONS, _SEED = 16, 4, 0  # of the randomized SVD
-_ROWS = 1024  # that are computed at a time
+_CHUNK = 2**23  # numbers that are computed at a time, in whole rows
 _HELD = 2**27  # numbers of a matrix that is held whole
 
 
@@ -98,7 +98,7 @@ def cut_rank(down: Tensor, up: Tensor, rank: int, share: float = 1.0) -> tuple[T
 
 def low_rank(rows: Rows, shape: tuple[int, int], rank: int, share: float = 1.0) -> tuple[Tensor, Tensor, Energy]:
     """As cut_rank, of a matrix [out, in] by its rows; the same numbers every time."""
-    spans = spans_of(shape[0])
+    spans = spans_of(*shape)
     if math.prod(shape) <= _HELD:
         whole, spans = torch.cat([rows(*each) for each in spans]), [(0, shape[0])]
         rows = lambda start, end: whole[start:end]  # noqa: E731
@@ -117,8 +117,10 @@ def low_rank(rows: Rows, shape: tuple[int, int], rank: int, share: float = 1.0) 
     return _factors(left @ inner.mT, values, across.mT, energy, rank, share)
 
 
-def spans_of(count: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS)]
+def spans_of(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Start and end of the rows of a matrix that are computed at a time."""
+    step = max(_CHUNK // columns, 1)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _factors(

@@ -75,7 +75,7 @@ def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
     elif A in whole:
         norms = [float(((whole[A] @ whole[A].mT) * (whole[B].mT @ whole[B])).sum().clamp(min=0).sqrt())]
     else:
-        norms = [float(added_rows(whole, *each).norm()) for each in spans_of(size[0])]
+        norms = [float(added_rows(whole, *each).norm()) for each in spans_of(*size)]
     return {
         "kind": title_of(own),
         "type": str(next(each.dtype for kind, each in parts.items() if kind != ALPHA)).removeprefix("torch."),

@@ -92,4 +92,5 @@ class _Change:
 
     def is_any(self) -> bool:
         """Whether they differ."""
-        return any(bool(self.rows(*each).any()) for each in spans_of((*self._pair[0].shape, 1)[0]))
+        count, *others = (*self._pair[0].shape, 1)
+        return any(bool(self.rows(*each).any()) for each in spans_of(count, prod(others)))

@@ -261,7 +261,7 @@ def test_other_kinds_become_the_best_lora_of_a_rank(kind, name, is_streamed, tmp
     source, plain = _file(tmp_path / "a.safetensors", tensors), _file(tmp_path / "p.safetensors", _layer(name, 1))
     if is_streamed:
         monkeypatch.setattr(lora_change, "_HELD", 0)
-        monkeypatch.setattr(lora_change, "_ROWS", 5)
+        monkeypatch.setattr(lora_change, "_CHUNK", 100)
     more = ["--base", _file(tmp_path / "base.safetensors", base)] if kind == "OFT" or kind.startswith("Do") else []
     _run("resize", source, "--rank", 12, *more, "-o", tmp_path / "whole.safetensors")
     _assert_close(_changes(load_file(tmp_path / "whole.safetensors")), {name: change})
