@@ -11,14 +11,16 @@ Links: "direct" is the real one, the others are simulated (slow_link.py). `link_
 says what the pack's own measurement finds while the cards rest.
 
 Rivals: one_gpu; blocks, tensor, tokens; tokens_4_groups and _2_, where keys and values travel in groups of heads; with
-_8bit what travels in 8 bits; behind @ the link. Settings that this checkout lacks are named and left out. The first
-rival of each way has a turn of two steps that does not count, FLUX with tensor one of seven. `ways` has for each link
+_8bit what travels in 8 bits; _launched without CUDA graphs; behind @ the link. Settings that this checkout lacks are
+named and left out. The first rival of each way has a turn of two steps that does not count, pictures with tensor, and
+all that replay tokens, one of seven. `ways` has for each link
 the choice of auto, in how many groups tokens would send, and how much longer that takes than the fastest there.
 
 Cases, and about how many seconds they take on two H100 with --steps 3 --rounds 1 (ComfyUI's start takes 25 more):
   wan         80  Wan 14B, 832 x 480, 33 frames, without CFG: every way over every link
   flux1       35  FLUX.1-dev at 1536 x 1536
   qwen        50  Qwen-Image at 1536 x 1536
+  flux1_1024, qwen_1024: both at 1024 x 1024
   flux2       30  FLUX.2-dev at 1024 x 1024, half of its blocks: tensor with partial sums in 8 bits
   wan_cfg     60  Wan with CFG 5: tokens gives each card whole conditionings; in tokens_together both compute each
   wan_memory  12  one step of 81 frames: the peak of each card above its weights, tokens over one card
@@ -73,9 +75,12 @@ from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tensor as tensor_module
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.plan import SplitRequest
+from devicebridge.nodes.host.split.tensor import addresses_on
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import tensor_parallel
 from devicebridge.parallel.local.deriving import written
+from devicebridge.parallel.local.graph_recorder import graphs_on
+from devicebridge.parallel.local.graphs import Graphs
 from devicebridge.parallel.local.shards import divide_block
 from devicebridge.parallel.local.tokens import HERE
 from devicebridge.planning.cards import machine_speed
@@ -102,11 +107,21 @@ class Models:
         self.machine = machine_speed(CARDS)
         self.one = load(shape, on=CARDS[0])
         self.made: dict[str, Any] = {}
+        self.graphs: dict[str, Graphs] = {}  # of tokens, by rival: a graph has the waits of its link
 
     @property
     def is_short(self) -> bool:
         """Whether steps are so short that cards may wait for the host."""
-        return self.shape.class_name == "Flux"
+        return self.shape.class_name != "WanModel"
+
+    def reserved_gb(self) -> dict[str, Any]:
+        """What each card's graphs take, and of how many; they are let go."""
+        found = [sum(map(len, each._graphs.values())) for each in self.graphs.values()]
+        taken = _taken_gb()
+        for each in self.graphs.values():
+            each.release()
+        self.graphs.clear()
+        return {"graphs": found, "gb": [before - now for before, now in zip(taken, _taken_gb(), strict=True)]}
 
     def split(self, way: str) -> Any:
         if way not in self.made:
@@ -147,7 +162,7 @@ class Models:
         return {
             "auto_takes": _WAYS[type(plan).__name__],
             "auto_says": " | ".join(said),
-            "groups_of_tokens": getattr(tokens, "groups", 1),
+            "groups_of_tokens": getattr(tokens, "replayed_groups", getattr(tokens, "groups", 1)),
         }
 
 
@@ -168,17 +183,21 @@ def _tree(model: Any) -> Any:
 @dataclass(frozen=True)
 class Rival:
     """Args: way: "" for one card. settings: of the split, as the attributes of its executor have them. slowed: ranks
-    that compute every linear and attention twice; None is one card."""
+    that compute every linear and attention twice; None is one card. replays: blocks as CUDA graphs, where cards wait
+    for the host."""
 
     way: str = ""
     gb_per_s: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
     slowed: frozenset[int | None] = frozenset()
+    replays: bool = True
 
     def owners(self, model: Any) -> list[tuple[Any, str, Any]]:
         """Objects, their attributes, and what these are to be. Raises: AttributeError for a setting that is missing."""
         tree, found = _tree(model), list[tuple[Any, str, Any]]()
         for name, value in self.settings.items():
+            if name == "replayed_groups":
+                continue  # see set_for
             if name == "overlap":
                 if not tree.plan.overlap:
                     raise AttributeError("this checkout gives no card whole conditionings")
@@ -198,11 +217,28 @@ class Rival:
         return found
 
 
+def _taken_gb() -> list[float]:
+    forget()
+    for card in CARDS if CARDS[0].type == "cuda" else ():
+        torch.cuda.synchronize(card)
+        torch.cuda.empty_cache()
+    infos = map(torch.cuda.mem_get_info, CARDS if CARDS[0].type == "cuda" else ())
+    return [(total - free) / 1e9 for free, total in infos]
+
+
 @contextlib.contextmanager
-def set_for(model: Any, rival: Rival, link: SlowLink) -> Iterator[None]:
-    """While active the model is as this rival has it. Blocks are replayed as CUDA graphs over the real link alone: a
+def set_for(models: Models, name: str, model: Any, rival: Rival) -> Iterator[None]:
+    """While active the model is as this rival has it. Tensor is replayed as CUDA graphs over the real link alone: a
     graph has the waits, and the exchange, that it was recorded with."""
+    link = models.link
     with contextlib.ExitStack() as stack:
+        if rival.way == "tokens" and hasattr(_tree(model).executor, "graphs"):
+            if rival.replays and name not in models.graphs and (made := graphs_on(CARDS, link, addresses_on)):
+                models.graphs[name] = made
+            graphs, executor = models.graphs.get(name) if rival.replays else None, _tree(model).executor
+            groups = rival.settings.get("replayed_groups", rival.settings["groups"])
+            stack.enter_context(mock.patch.object(executor, "graphs", graphs))
+            stack.enter_context(mock.patch.object(executor, "_plan", replace(executor._plan, replayed_groups=groups)))
         owners = rival.owners(model) if rival.way else []
         for owner, key, value in owners:
             stack.enter_context(mock.patch.object(owner, key, value))
@@ -248,35 +284,43 @@ def race(models: Models, rivals: Mapping[str, Rival], **work: Any) -> dict[str, 
             left_out[name] = str(error)
             say(f"    {name} is left out: {error}")
     taking_part |= {f"{_ONE}_again": Rival()}
-    seen: dict[str, Any] = {}
+    seen, replays = dict[str, Any](), dict[str, Any]()
     of_models = {name: models.split(each.way) if each.way else models.one for name, each in taking_part.items()}
 
     @contextlib.contextmanager
     def around(name: str) -> Iterator[None]:
-        with set_for(of_models[name], taking_part[name], models.link):
+        with set_for(models, name, of_models[name], taking_part[name]):
             yield
             synchronize()
+            if graphs := models.graphs.get(name):
+                replays[name] = graphs.fault or graphs.num_replays
             if found := models.link.seen_gb_per_s():
                 seen[name] = found
 
     firsts = {rival.way: name for name, rival in reversed(taking_part.items())}
-    warm_up = {name: _RECORDED_BY if way == "tensor" and models.is_short else 2 for way, name in firsts.items()}
+    replayed = [name for name, each in taking_part.items() if each.way == "tokens" and each.replays]
+    warm_up = dict.fromkeys(firsts.values(), 2)
+    if models.is_short:
+        warm_up |= dict.fromkeys([*replayed, *(firsts[way] for way in firsts if way == "tensor")], _RECORDED_BY)
     report = compare(of_models, Work(models.shape, **work), _ONE, around=around, warm_up=warm_up)
     report |= {"links": models.speeds, "link_gb_per_s": seen, "left_out": left_out}
+    report |= {"replays": replays, "graphs_reserve": models.reserved_gb()}
     base = report[_ONE]["s_per_step_median"]
     say(f"    one card {base:.4f} s/step, and at the end {report[f'{_ONE}_again']['s_per_step_median']:.4f}")
     for name in taking_part:
         if name != _ONE:
             same = report[f"{name}_equals_{_ONE}"]
-            say(f"    {name}: {base / report[name]['s_per_step_median']:.3f} times one card; equal: {same}")
+            gain = base / report[name]["s_per_step_median"]
+            say(f"    {name}: {gain:.3f} times one card; equal: {same}; replays: {replays.get(name)}")
     return report
 
 
 def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]]], **work: Any) -> dict[str, Any]:
     """A race of rivals, each over several links, and what auto would take over each."""
     each_link = {
-        f"{name}@{link_name(gb_per_s)}": replace(rival, gb_per_s=gb_per_s)
-        for name, (rival, links) in rivals.items()
+        f"{name}@{link_name(gb_per_s)}{'_launched' * (not rival.replays)}": replace(rival, gb_per_s=gb_per_s)
+        for name, (each, links) in rivals.items()
+        for rival in (each, replace(each, replays=False))[: 1 + (name == "tokens")]
         for gb_per_s in links
     }
     report = race(models, each_link, **work)
@@ -289,8 +333,11 @@ def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]
             # Blocks send little: what they take over the real link stands for all.
             at_link = rival.gb_per_s == gb_per_s or rival.way == "blocks"
             if name in report and at_link and "exchange" not in rival.settings:
-                seconds[name.partition("@")[0]] = found = report[name]["s_per_step_median"]
-                if (rival.way, rival.settings.get("groups", taken[1])) == taken:
+                seconds[name.partition("@")[0] + "_launched" * (not rival.replays)] = found = report[name][
+                    "s_per_step_median"
+                ]
+                groups = rival.settings.get("replayed_groups", rival.settings.get("groups", taken[1]))
+                if (rival.way, groups) == taken and rival.replays:
                     at_auto = found
         over_best = at_auto / min(seconds.values()) if at_auto else None
         report["ways"][link_name(gb_per_s)] = chosen | {"s_per_step": seconds, "auto_over_best": over_best}
@@ -308,6 +355,7 @@ def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]
 
 _TOKENS, _TENSOR, _BLOCKS = Rival("tokens", settings={"groups": 1}), Rival("tensor"), Rival("blocks")
 _PAIR, _GROUPS = (Rival("tokens", settings={"groups": groups}) for groups in (2, 4))
+_WHERE_REPLAYED = Rival("tokens", settings={"groups": 1, "replayed_groups": 4})  # as plans have it for pictures
 _SHORT = Rival("tokens", settings={"groups": 4, "exchange": "8-bit"})
 _SHORT_SUMS = Rival("tensor", settings={"exchange": "8-bit"})
 
@@ -319,10 +367,10 @@ def wan(models: Models) -> dict[str, Any]:
 
 
 def picture(models: Models) -> dict[str, Any]:
-    links = LINKS[:3]
-    rivals = {"tokens": (_TOKENS, links), "tokens_4_groups": (_GROUPS, links), "tensor": (_TENSOR, links)}
-    short = {"tokens_4_groups_8bit": (_SHORT, links[1:]), "blocks": (_BLOCKS, links[:1])}
-    return over_links(models, rivals | {"tokens_2_groups": (_PAIR, links)} | short)
+    slow = LINKS[1:]
+    rivals = {"tokens": (_TOKENS, LINKS), "tokens_4_groups": (_WHERE_REPLAYED, slow), "tensor": (_TENSOR, LINKS[:3])}
+    more = {"tokens_2_groups": (_PAIR, LINKS[:3])}
+    return over_links(models, rivals | more | {"tokens_4_groups_8bit": (_SHORT, slow), "blocks": (_BLOCKS, LINKS[:1])})
 
 
 def flux2(models: Models) -> dict[str, Any]:
@@ -353,7 +401,7 @@ def wan_memory(models: Models) -> dict[str, Any]:
     tokens = models.split("tokens")
     rivals = {_ONE: (models.one, Rival()), "tokens": (tokens, _TOKENS), "tokens_4_groups": (tokens, _GROUPS)}
     for name, (model, rival) in rivals.items():
-        with set_for(model, rival, models.link):
+        with set_for(models, name, model, rival):
             sample(model, short)
             turn = sample(model, long)
         above = [peak - before for before, peak in zip(turn.before_gb, turn.peak_gb, strict=False)]
@@ -421,7 +469,9 @@ def derived(models: Models) -> dict[str, Any]:
 CASES: dict[str, tuple[Shape, Callable[[Models], dict[str, Any]]]] = {
     "wan": (WAN_14B, wan),
     "flux1": (replace(FLUX1, latent=(16, 192, 192)), picture),
+    "flux1_1024": (FLUX1, picture),
     "qwen": (replace(QWEN_IMAGE, latent=(16, 1, 192, 192)), picture),
+    "qwen_1024": (QWEN_IMAGE, picture),
     "flux2": (FLUX2_SMALL, flux2),
     "wan_cfg": (WAN_14B, wan_cfg),
     "wan_memory": (WAN_14B, wan_memory),
@@ -461,10 +511,12 @@ def main() -> None:
             # Emulated tensors know no inference mode, in which ComfyUI runs its nodes.
             with torch.no_grad() if OPTIONS.tiny else torch.inference_mode():
                 try:
-                    if models is None or models.shape != shape:
+                    if models is None or replace(models.shape, latent=shape.latent) != shape:
                         models = None
                         forget()
                         models = Models(shape)
+                    models.shape = shape
+                    if not models.made:
                         say(f"    weights after {time.perf_counter() - start:.1f} s; links in GB/s {models.speeds}")
                     with nothing_evicted():
                         report["cases"][name] = run(models)

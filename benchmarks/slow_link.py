@@ -68,7 +68,8 @@ class SlowLink(SideStreams):
         # torch has the receiving stream wait for the copy, and the next copy for the receiving stream.
         with torch.cuda.stream(self.pairs[pair][1]):
             self._waits[device] += seconds > _LONG_S
-            is_timed = seconds > _LONG_S and self._waits[device] % _WATCHED == 0
+            is_recorded = self.held is not None  # in a CUDA graph, whose events have no time
+            is_timed = seconds > _LONG_S and self._waits[device] % _WATCHED == 0 and not is_recorded
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_timed)]
             for event in events[:1]:
                 event.record()

@@ -66,15 +66,15 @@ class StagedCopies(SideStreams):
             for piece, there in pieces:
                 buffer = buffers[0]
                 buffers.rotate()
-                if buffer.used is not None:
-                    leaving.wait_event(buffer.used)
+                # A CUDA graph cannot wait for what is not in it, nor others for what is. It is replayed in order.
+                if buffer.used is not None and buffer.used[0] is self.held:
+                    leaving.wait_event(buffer.used[1])
                 here = buffer.tensor[: piece.numel()]
                 here.copy_(piece, non_blocking=True)
                 arriving.wait_event(leaving.record_event())
                 there.copy_(here, non_blocking=True)
-                buffer.used = arriving.record_event()
-        source.record_stream(leaving)
-        copy.record_stream(of_target)
+                buffer.used = self.held, arriving.record_event()
+        self.keep((source,), (copy,), leaving, of_target)
         arrivals[pair] = arriving.record_event()
         return copy
 

@@ -60,14 +60,20 @@ class SideStreams:
         with CurrentStreams(module, leaving, arriving) as (of_source, of_target):
             leaving.wait_stream(of_source)
             made = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        if self.held is None:
-            for tensor, copy in zip(tensors, made, strict=True):
-                tensor.record_stream(leaving)
-                copy.record_stream(of_target)
-        else:
-            self.held += (*tensors, *made)
+        self.keep(tensors, made, leaving, of_target)
         arrivals[pair] = arriving.record_event()
         return made
+
+    def keep(
+        self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], leaving: Any, of_target: Any
+    ) -> None:
+        """Have the memory of both last as long as these streams use it."""
+        if self.held is not None:
+            self.held += (*tensors, *copies)
+            return
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.record_stream(leaving)
+            copy.record_stream(of_target)
 
     def streams_of(self, pair: Pair, module: Any) -> tuple[Any, Any]:
         """The stream that reads the source and the one that writes the target; made once."""

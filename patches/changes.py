@@ -6,6 +6,7 @@ looks: code may hook, replace and exchange at any time, also just before the for
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 import weakref
@@ -35,6 +36,8 @@ class _Seen:
     children: dict[str, nn.Module | None]
     weights: dict[str, _Weight] = field(default_factory=dict)
     contents: dict[str, Any] = field(default_factory=dict)  # of attributes that can be written into
+    # Names of all attributes when nothing was found; what gets those that count, and these: most modules stay so.
+    clean: tuple[Any, Any, Any] = (None, vars, ())
 
 
 def replaced_methods(value: object) -> list[str]:
@@ -125,7 +128,7 @@ class Unchanged:
         """What is not as it was, in words for the user; own_hooks: ids of hooks that may be there."""
         known: dict[int, Any] = {}
         for seen in self._seen:
-            name, module, attributes, now = seen.name, seen.module, seen.attributes, vars(seen.module)
+            name, module, now = seen.name, seen.module, vars(seen.module)
             if type(module) is not seen.kind and type(module) is not surrounded(seen.kind):
                 yield f"the exchanged class of {name}"
             if now["_modules"] != seen.children:
@@ -133,20 +136,18 @@ class Unchanged:
             for hooks in (now["_forward_hooks"], now["_forward_pre_hooks"]):
                 if hooks and not hooks.keys() <= own_hooks:
                     yield f"a hook on {name}"
-            for key, value in now.items():
-                if attributes.get(key, _ABSENT) is value or key in self._ignored:
-                    continue
-                if _is_other(seen, key, value):
-                    code = f" by {code_of(value)}" if callable(value) else ""
-                    yield f"the replaced {key} of {name}{code}"
-            for key in () if attributes.keys() <= now.keys() else attributes.keys() - now.keys() - self._ignored:
-                if not (callable(attributes[key]) and callable(getattr(type(module), key, None))):
-                    yield f"the deleted {key} of {name}"
+            names, values_of, values = seen.clean
+            if tuple(now) != names or not all(map(operator.is_, values_of(now), values)):
+                found = [*self._attributes(seen)]
+                yield from found
+                counted = [key for key in now if key not in self._ignored]
+                values_of = operator.itemgetter(*counted)
+                seen.clean = (None, vars, ()) if found else (tuple(now), values_of, values_of(now))
             for key in seen.weights:
                 if not (key in now["_parameters"] or key in now["_buffers"] or key in self._ignored):
                     yield f"the deleted {key} of {name}"
             for key, content in seen.contents.items():
-                if now.get(key) is attributes[key] and _content(attributes[key], known) != content:
+                if now.get(key) is seen.attributes[key] and _content(now[key], known) != content:
                     yield f"a change inside {key} of {name}"
             for kind in _HELD:
                 for key, value in now[kind].items():
@@ -159,6 +160,19 @@ class Unchanged:
                         seen.weights[key] = _weight(value)
                     else:
                         yield f"the replaced {key} of {name}"
+
+    def _attributes(self, seen: _Seen) -> Iterator[str]:
+        """The attributes of a module that are not as they were."""
+        attributes, now = seen.attributes, vars(seen.module)
+        for key, value in now.items():
+            if attributes.get(key, _ABSENT) is value or key in self._ignored:
+                continue
+            if _is_other(seen, key, value):
+                code = f" by {code_of(value)}" if callable(value) else ""
+                yield f"the replaced {key} of {seen.name}{code}"
+        for key in () if attributes.keys() <= now.keys() else attributes.keys() - now.keys() - self._ignored:
+            if not (callable(attributes[key]) and callable(getattr(type(seen.module), key, None))):
+                yield f"the deleted {key} of {seen.name}"
 
 
 def _is_fixed(value: Any) -> bool:

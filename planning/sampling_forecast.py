@@ -174,9 +174,7 @@ class SamplingForecast:
             crossings=count,
             token_shares=self.machine.flops_per_s if can_share else (),
             can_deal=native is None or native.keeps_nothing,  # with the node's overlap, which is on by default
-            groups=groups_for(
-                min(self.machine.flops_per_s), self.machine.bytes_per_s or 1.0, block_s=self.work.block_s(self.machine)
-            ),
+            groups=groups_for(min(self.machine.flops_per_s), self.machine.bytes_per_s or 1.0),
         )
 
     def taken(self, bits: int) -> WayName:

@@ -11,6 +11,7 @@ own among them, so that all ranks still have the same bits.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -31,7 +32,7 @@ Exchange = Literal["full", "8-bit"]  # how activations travel: as they are, or a
 _Form = tuple[torch.Size, torch.dtype]
 # Name of the collective, number of the round, the copies for the receiver, their events, and of what travels as one
 # tensor the forms of its parts
-_Message = tuple[str, int, Tensors, Arrivals, Sequence[_Form]]
+_Message = tuple[str, int, Sequence[Any], Arrivals, Sequence[_Form]]
 
 # An all-reduce of at least so many bytes among three and more ranks is a reduce-scatter and an all-gather. That takes
 # twice as many copies, which cost the host. The cards compute for longer than the host launches at such sizes.
@@ -127,12 +128,20 @@ class Collective:
                 events: Arrivals = {}
                 box.put((name, self._rounds[rank], self._send(tensors, to, events) if tensors else (), events, forms))
 
+    def hand(self, rank: int, to: int, name: str, *values: Any) -> None:
+        """Give another rank values as they are."""
+        self._boxes[rank][to].put((name, self._rounds[rank], values, {}, ()))
+
+    def another(self) -> Collective:
+        """A group of the same ranks, in which nothing has failed yet."""
+        return Collective(self.size, self._send, self.exchange)
+
     def take(self, rank: int, name: str, own: Tensors) -> list[Tensors]:
         """What all ranks posted first that this one has not taken yet, by rank, with its own as they are.
 
         Raises: as all_gather.
         """
-        return [own if each == rank else self._from(each, rank, name) for each in range(self.size)]
+        return [own if each == rank else self.handed(each, rank, name) for each in range(self.size)]
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, of one shape, in the order of ranks: the same bits on all, in every run.
@@ -175,7 +184,8 @@ class Collective:
         self.post(rank, "the end", ())
         self._rounds[rank] += 1
 
-    def _from(self, sender: int, rank: int, name: str) -> Tensors:
+    def handed(self, sender: int, rank: int, name: str) -> Sequence[Any]:
+        """What a rank handed or sent to this one, the first that it has not taken yet. Raises: as all_gather."""
         box = self._boxes[sender][rank]
         message = None if self._errors else box.get()
         while message is not None and message[1] < self._rounds[rank]:  # the end of an earlier round
@@ -291,6 +301,16 @@ def _correct_norm(
 # Every rank computes the loss of its own copy of a sample, and the sum of the gradients of all copies is wanted: each
 # rank gives the gradients of other ranks' rows to these, and adds up what it is given, in the order of ranks. The loss
 # of the first rank counts alone (`CountedOnce`), so layers behind the last gathering have their gradient once.
+
+
+@functools.cache
+def ends_of(number: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Where each rank's part of so many rows or groups begins, and where the last one ends."""
+    total, size = sum(shares), len(shares)
+    ends = [round(number * each / total) for each in itertools.accumulate(shares, initial=0)]
+    for at in range(1, size if number >= size else 0):  # one each, at least
+        ends[at] = min(max(ends[at], ends[at - 1] + 1), number - size + at)
+    return tuple(ends)
 
 
 @dataclass(frozen=True)

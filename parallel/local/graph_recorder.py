@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,15 +12,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ..devices import CPU
 from ..transfer import CurrentStreams, SideStreams
-from .graphs import Run, Work
+from .graphs import Addresses, Graphs, Run, Work
 
 _ONE_AT_A_TIME = threading.Lock()  # recordings of this process
 
 
 def can_record(devices: Sequence[torch.device]) -> bool:
     return all(device.type == "cuda" for device in devices) and torch.version.hip is None
+
+
+def graphs_on(devices: Sequence[torch.device], copies: SideStreams, addresses: Addresses) -> Graphs | None:
+    """What replays work on these devices, between which tensors travel so; None where there are no such graphs."""
+    return Graphs(devices, partial(GraphRecorder, devices, copies), addresses) if can_record(devices) else None
 
 
 class GraphRecorder:
@@ -43,6 +53,15 @@ class GraphRecorder:
         """See Recorder."""
         return torch.cuda.current_stream(self._devices[0]).record_event().query
 
+    def looked_at(self, work: Work, waiting: list[str]) -> Work:
+        """See Recorder. It ends a recording, and where the driver's own allocator is used, the process."""
+
+        def run() -> Any:
+            with _Looking(waiting):
+                return work()
+
+        return run
+
     def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
         """What replays all that the ranks' work launches, behind the work on the cards' current streams; see Recorder.
 
@@ -59,7 +78,7 @@ class GraphRecorder:
             on_all = partial(
                 self._on_all_cards, run, [partial(self._part, rank, each) for rank, each in enumerate(work)]
             )
-            with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams):
+            with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams), _uncollected():
                 graph = _capture(on_all, self._pools[0], self._devices[0])
             for stream, before in zip(self._streams, current, strict=True):
                 before.wait_stream(stream)
@@ -93,12 +112,18 @@ class GraphRecorder:
             torch._C._cuda_clearCublasWorkspaces()  # they are the graph's, as is all that it allocates
             _join(first, others)
         finally:
+            held.clear()
             self._side_streams.held = None
 
     def _part(self, rank: int, work: Work) -> None:
         """One rank's work, in its thread."""
         with CurrentStreams(torch.cuda, *self._streams), self._allocating(rank), torch.cuda.device(self._devices[rank]):
-            work()
+            try:
+                work()
+            except BaseException as error:
+                # What it holds must be freed in the recording: the driver's allocator ends the process if it is later.
+                traceback.clear_frames(error.__traceback__)
+                raise
 
     @contextmanager
     def _allocating(self, rank: int) -> Iterator[None]:
@@ -113,6 +138,37 @@ class GraphRecorder:
         finally:
             for index in begun:
                 torch._C._cuda_endAllocateToPool(index, self._pools[rank])
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, the collector finalises nothing that would wait for a card, which ends a recording."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class _Looking(TorchDispatchMode):
+    """Notes operations that have the host wait for a card, by name."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        is_by_numbers = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        tensors = [each for each in tree_leaves((args, kwargs, output)) if isinstance(each, torch.Tensor)]
+        if func is torch.ops.aten.index.Tensor:
+            is_by_numbers = any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
+        kinds = {each.device.type for each in tensors if each.device != CPU or each.ndim and not each.is_pinned()}
+        if is_by_numbers and kinds != {"cpu"} or len(kinds) > 1:
+            self._found.append(str(func))
+        return output
 
 
 def _join(first: Any, others: Sequence[Any]) -> None:

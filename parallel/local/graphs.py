@@ -55,6 +55,9 @@ class Recorder(Protocol):
     def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
         """What replays all that every rank's work launches, each computed in its rank's thread by run."""
 
+    def looked_at(self, work: Work, waiting: list[str]) -> Work:
+        """The same work, which adds to waiting what in it has the host wait for a card."""
+
     def mark(self) -> Callable[[], bool]:
         """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
 
@@ -94,14 +97,14 @@ class _Card:
 
 @dataclass(eq=False)
 class _Graph:
-    """Args: key: of the call. addresses: of the weights. reads: the options that the block looked up, and their keys.
-    output: what the first card returns, with other tensors."""
+    """Args: key: of the call. addresses: of the weights. reads: by card the options that the block looked up, and their
+    keys. outputs: by card what it returns, with other tensors."""
 
     key: Any
     addresses: list[tuple[int, ...]]
     cards: list[_Card]
-    reads: dict[Any, Any] = field(default_factory=dict)
-    output: Any = None
+    reads: list[dict[Any, Any]] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
     replay: Callable[[], None] = lambda: None
 
 
@@ -137,30 +140,40 @@ class Graphs:
         self._before: Callable[[], bool] | None = None  # whether the first card has done the block before this one
         self._held: dict[int, tuple[torch.Tensor, int | None]] = {}  # by the copy's id: its source then
 
+    @property
+    def may_replay(self) -> bool:
+        """Whether nothing runs in this thread that is told of operations, or changes what they do."""
+        is_plain = not (self.fault or torch.is_grad_enabled() or watching_modes())
+        return is_plain and not torch.is_autocast_enabled(self._devices[0].type)
+
     def outputs(
-        self, blocks: Sequence[nn.Module], calls: Sequence[Call], parts: Sequence[Callable[..., Any]], run: Run
+        self,
+        blocks: Sequence[nn.Module],
+        calls: Sequence[Call],
+        parts: Sequence[Callable[..., Any]],
+        run: Run,
+        beside: Any = None,
+        launch: Run | None = None,
     ) -> Sequence[Any]:
         """What each card's part of a block returns: replayed, or computed, and then perhaps recorded.
 
         Args:
-            blocks: each card's part of the block, by rank. calls: of each. parts: how each is called.
+            blocks: each card's part of the block, by rank. calls: of each. parts: how each is called. beside: what else
+                a call depends on. launch: runs what is not recorded, if otherwise, so that replays pay always.
         """
         block, given = blocks[0], [tensors_reached(_arguments_of(call)) for call in calls]
-
-        def compute() -> Sequence[Any]:
-            return run([partial(part, *args, **kwargs) for part, (args, kwargs) in zip(parts, calls, strict=True)])
-
+        work = [partial(part, *args, **kwargs) for part, (args, kwargs) in zip(parts, calls, strict=True)]
+        compute, waiting = partial(launch or run, work), list[str]()
         try:
-            key = self._key(calls, given)
+            key = self._key(calls, given, beside)
         except Unlike as reason:
             _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
             self.forget()
             return compute()
-        options = _options_of(calls[0])
         graphs = (each for each in self._graphs.get(block, ()) if each.key == key)
-        graph = next((each for each in graphs if _reads_alike(each.reads, options)), None)
+        graph = next((each for each in graphs if all(map(_reads_alike, each.reads, map(_options_of, calls)))), None)
         if graph is None and self._waits.get(block, {}).get(key, 0) < RECORDED_AFTER:
-            return self._computed(block, key, compute)
+            return self._computed(block, key, compute, launch is not None)
         found = [self._addresses(part, device) for part, device in zip(blocks, self._devices, strict=True)]
         addresses = [each for each in found if each is not None]
         if graph is not None and graph.addresses == addresses:
@@ -178,8 +191,10 @@ class Graphs:
         except Exception as error:  # such as too little memory: nothing was computed yet
             self._give_up(block, error)
             return compute()
-        outputs = compute()
+        outputs = run([self._recording.looked_at(each, waiting) for each in work])
         try:
+            if waiting:
+                raise RuntimeError(f"{waiting[0]} waits for the card")
             if self._graphs is held:
                 self._record(graph, calls, given, parts, run, outputs)
                 if self._graphs is held:
@@ -213,8 +228,8 @@ class Graphs:
             used = {id(place) for card in cards for place in (*card.inputs, *card.outputs)}
             self._staged = {key: place for key, place in self._staged.items() if id(place) in used}
 
-    def _computed(self, block: nn.Module, key: Any, compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Without a graph; it is counted whether the cards had nothing to do meanwhile."""
+    def _computed(self, block: nn.Module, key: Any, compute: Callable[[], Any], pays: bool = False) -> Sequence[Any]:
+        """Without a graph; it is counted whether the cards had nothing to do meanwhile, or a graph pays anyway."""
         before = self._before
         self.forget()  # the block may write to what graphs were given
         outputs = compute()
@@ -222,7 +237,7 @@ class Graphs:
             self._are_idle = before()
         waits = self._waits.setdefault(block, {})
         times = waits.pop(key, 0) + 1
-        waits[key] = times if self._are_idle else 0
+        waits[key] = times if self._are_idle or pays else 0
         if len(waits) > _MOST_SHAPES:
             del waits[next(iter(waits))]
         self._before = self._recording.mark()
@@ -234,9 +249,9 @@ class Graphs:
             self._recorder = self._make_recorder()
         return self._recorder
 
-    def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]]) -> Any:
+    def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]], beside: Any) -> Any:
         """Args: given: the tensors in each call."""
-        values, shared = key_of(_arguments_of(calls[0])), []
+        values, shared = (beside, *(key_of(_arguments_of(call)) for call in calls)), []
         for device, tensors in zip(self._devices, given, strict=True):
             if any(tensor.device != device for tensor in tensors):
                 raise Unlike("an input lies on another device")
@@ -264,7 +279,7 @@ class Graphs:
         watched = [WatchedOptions(_options_of(call)) for call in calls]
         with Versioned():
             likes = [self._staged_like(rank, tree, graph.cards[rank].inputs) for rank, tree in enumerate(expected)]
-        graph.output, work = likes[0], []
+        graph.outputs, work = likes, []
         for card, like, part, call, options in zip(graph.cards, likes, parts, calls, watched, strict=True):
             card.outputs = [*tensors_reached(like)]
             left = iter(card.inputs)
@@ -277,10 +292,10 @@ class Graphs:
                 raise RuntimeError("it writes into memory that it is given twice")
             if not found <= set(card.written):
                 raise RuntimeError("it writes into what it is given, and torch does not see it")
-        read = {name: dict.get(watched[0], name, _MISSING) for each in watched for name in each.read}
-        if any(each.written for each in watched) or tensors_reached(list(read.values())):
+        read = [{name: dict.get(each, name, _MISSING) for name in each.read} for each in watched]
+        if any(each.written for each in watched) or tensors_reached(read):
             raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
-        graph.reads = {name: _option_key(value) for name, value in read.items()}
+        graph.reads = [{name: _option_key(value) for name, value in each.items()} for each in read]
         graph.replay()
         for card, tree, tensors in zip(graph.cards, expected, given, strict=True):
             outputs = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
@@ -313,9 +328,11 @@ class Graphs:
             self._fill(card.inputs, tensors)
         graph.replay()
         self.num_replays += 1
-        outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
-        left = iter(outputs[0])
-        return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
+        outputs = [iter(self._taken(card, tensors)) for card, tensors in zip(graph.cards, given, strict=True)]
+        return [
+            map_tensors(tree, lambda _, left=left: next(left))  # type: ignore[misc]
+            for tree, left in zip(graph.outputs, outputs, strict=True)
+        ]
 
     def _fill(self, places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Copy these to where a graph reads them; those that blocks share are copied once in a forward."""
@@ -339,6 +356,11 @@ class Graphs:
 
     def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:
         self._held[id(place)] = source, version_of(source)
+
+
+def watching_modes() -> int:
+    """How many modes are told of each of torch's functions or operations, such as one that counts them."""
+    return int(torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack())
 
 
 def _arguments_of(call: Call) -> Call:

@@ -21,13 +21,13 @@ from .collectives import Collective, Exchange, decode, encode
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys, values
 
-_NUM_GROUPS, _FEW_GROUPS = 4, 2  # the transfer of the first one is not hidden
+_NUM_GROUPS = 4  # the transfer of the first one is not hidden
 _BLOCK = 12 * 5120 + 2 * 14040  # width and rows of Wan 14B, as in groups_for
 # Of a block's time, from where four groups gain. They take 4 to 8 %, as kernels of fewer heads leave more of a card
 # idle at their end, and hide about half of the transfer (measured on two H200).
 _LEAST_SHARE = 0.15
-# A card computes a block for so long at least, or the host launches too much for four groups: each takes it about 1 ms
-# for two H200, on hosts of 32 cores.
+# A card computes a block for so long at least, or the host launches too much for groups: each takes it about 1 ms for
+# two H200, on hosts of 32 cores.
 _LONG_S = 8e-3
 
 
@@ -39,13 +39,11 @@ def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "ful
     and smaller models less: Wan stands for all.
 
     Args:
-        block_s: seconds that a card computes of a block. Cards that are faster than the host wait for each group.
+        block_s: seconds that a card computes of a block whose kernels the host launches, else nothing.
     """
     num_bytes = 1 if exchange == "8-bit" else 2
     share = flops_per_s / bytes_per_s * num_bytes / _BLOCK
-    if share <= _LEAST_SHARE:
-        return 1
-    return _NUM_GROUPS if block_s >= _LONG_S else _FEW_GROUPS
+    return _NUM_GROUPS if share > _LEAST_SHARE and block_s >= _LONG_S else 1
 
 
 class Heads(NamedTuple):

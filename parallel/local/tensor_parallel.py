@@ -22,11 +22,11 @@ from torch import nn
 
 from ...patches.hooks import PLAIN, HookSet, map_tensors, tensors_reached
 from ..devices import device_title
-from ..staged_copies import StagedCopies, copies_between
+from ..staged_copies import copies_between
 from ..transfer import Arrivals, Versioned, copy_to, current_device, is_everywhere, with_version
 from .bridge import Bridge
 from .collectives import Collective, Exchange, Send, Tensors, attach_collectives
-from .graph_recorder import GraphRecorder, can_record
+from .graph_recorder import graphs_on
 from .graphs import OPTIONS, Addresses, Call, Graphs, Work, same_bits
 from .shards import BlockShard
 from .workers import Task, ThreadPool, ThreadState
@@ -119,11 +119,6 @@ class ForwardWorkers:
             self._results[rank].put(None)
 
 
-def watching_modes() -> int:
-    """How many modes are told of each of torch's functions or operations, such as one that counts them."""
-    return int(torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack())
-
-
 class TensorParallel(Bridge):
     """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring.
 
@@ -206,10 +201,8 @@ class TensorParallel(Bridge):
             self._forget()  # a thread that died in its forward has not ended it
 
     def replay(self, addresses: Addresses) -> None:
-        """Have blocks replayed as CUDA graphs from now on, where these devices have such and copy to each other."""
-        if can_record(self._ranks) and not isinstance(self.side_streams, StagedCopies):
-            make = functools.partial(GraphRecorder, self._ranks, self.side_streams)
-            self.graphs = Graphs(self._ranks, make, addresses)
+        """Have blocks replayed as CUDA graphs from now on, where these devices have such."""
+        self.graphs = graphs_on(self._ranks, self.side_streams, addresses)
 
     def end(self) -> None:
         if self.is_running:
@@ -314,11 +307,10 @@ class TensorParallel(Bridge):
 
     def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing runs in this call of a block but the model's own code."""
-        if self.graphs is None or self.graphs.fault or not (self.replays and self.runs_alone):
+        if self.graphs is None or not (self.replays and self.runs_alone and self.graphs.may_replay):
             return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
-        is_plain = others.isdisjoint(kwargs) and not watching_modes()
-        return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.main_device.type)
+        return others.isdisjoint(kwargs)
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""

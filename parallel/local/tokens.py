@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +26,10 @@ from ...families.token_plan import BlockRows, Place, TokenPlan, places, segments
 from ...patches.hooks import HookSet, change_at
 from ..block_lists import members
 from ..offload.recompute import is_recomputing
-from .collectives import Collective, Exchange, Layout, Send, all_rows
+from .collectives import Collective, Exchange, Layout, Send, all_rows, ends_of
 from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
+from .token_graphs import Replays, computed
 from .workers import ThreadPool
 
 Call = Callable[..., Any]
@@ -42,7 +42,6 @@ class _Frame:
     block: str
     module: str
     axes: list[str]
-    num_before: int  # attentions of this forward before it
 
 
 class RowsError(RuntimeError):
@@ -71,10 +70,18 @@ class Rows:
 
     Args:
         shares: relative shares of the rows, by rank.
+        replays: how blocks are replayed; None where they are not.
     """
 
-    def __init__(self, rank: int, plan: TokenPlan, shares: Sequence[float], group: Collective) -> None:
-        self.rank, self.plan, self.group = rank, plan, group
+    def __init__(
+        self,
+        rank: int,
+        plan: TokenPlan,
+        shares: Sequence[float],
+        group: Collective,
+        replays: Replays | None = None,
+    ) -> None:
+        self.rank, self.plan, self.group, self.replays, self.groups = rank, plan, group, replays, 0
         self._shares = tuple(shares)
         self._aligned = dict(each.partition(":")[::2] for each in plan.aligned.split())
         self._checked: dict[str, int] = {}  # lengths that have been found to divide
@@ -103,7 +110,7 @@ class Rows:
                 if length % groups:
                     raise OneDeviceError(f"{length} rows of {segment} are no whole groups of {groups}")
                 step = length // groups  # rows that stay on one rank
-        ends, rank = _ends(length // step, self._shares), self.rank if rank is None else rank
+        ends, rank = ends_of(length // step, self._shares), self.rank if rank is None else rank
         return ends[rank] * step, (ends[rank + 1] - ends[rank]) * step
 
     def local(self, axis: str) -> int:
@@ -230,16 +237,6 @@ class Rows:
         return Layout(self.rank, place.dim, counts, tuple(each in (*own, *self.plan.whole) for each in names))
 
 
-@functools.cache
-def _ends(number: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Where each rank's part of so many rows or groups begins, and where the last one ends."""
-    total, size = sum(shares), len(shares)
-    ends = [round(number * each / total) for each in itertools.accumulate(shares, initial=0)]
-    for at in range(1, size if number >= size else 0):  # one each, at least
-        ends[at] = min(max(ends[at], ends[at - 1] + 1), number - size + at)
-    return tuple(ends)
-
-
 class TokenParallel:
     """Runs the forwards of one model on several devices by its rows; see the module's docstring.
 
@@ -307,18 +304,19 @@ class TokenParallel:
 
     # ---- a forward
 
-    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, calls: Sequence[Callable[[], Any]], replays: Replays | None = None) -> list[Any]:
         """What the ranks' forwards return, each with all rows of the result.
 
         Args:
             calls: a forward for each rank, on its device.
+            replays: of their blocks, where nothing but the model's own code runs in them.
         Raises: the first error of a rank, which ends the others; OneDeviceError where one device has to compute this.
         """
         assert self._send is not None, "the ranks are others' to run"
         workers = ForwardWorkers(self._pool, self._devices, self._send, self.exchange)
 
         def of_rank(rank: int, call: Callable[[], Any]) -> Any:
-            with self.on(Rows(rank, self.plan, self.shares, workers.collective)):
+            with self.on(Rows(rank, self.plan, self.shares, workers.collective, replays)):
                 return call()
 
         try:
@@ -360,13 +358,8 @@ class TokenParallel:
             bound = signature.bind(*args, **kwargs)
             _cut_arguments(here, bound.arguments, here.plan.blocks[list_name], name)
             given = {**bound.arguments, **bound.kwargs}  # a guard tells ways of being called by positional numbers
-            here.stack.append(_Frame(name, "", list(axes.get("", ["-"])), here.num_attentions))
-            try:
-                output = call(*bound.args[: len(args)], **{each: given[each] for each in kwargs})
-            finally:
-                frame = here.stack.pop()
-            if axes and frame.num_before == here.num_attentions:
-                raise RowsError(f"no attention of {name} was seen; its keys of the other devices would be missing")
+            own = bound.args[: len(args)], {each: given[each] for each in kwargs}
+            output = computed(here, block, functools.partial(self._block, name, axes, call), name, own)
             if is_last:
                 here.is_gathered = True
                 for each in places(here.plan.blocks[list_name].out or here.plan.out):
@@ -380,11 +373,21 @@ class TokenParallel:
                 hook = functools.partial(self._attending, name, inner, inner_axes)
                 self._hooks.around(block.get_submodule(inner), hook)
 
+    def _block(self, name: str, axes: dict[str, list[str]], call: Call, *args: Any, **kwargs: Any) -> Any:
+        """What a block returns of the rank's rows. Raises: RowsError if no attention of it was seen."""
+        here = self.rows
+        assert here is not None
+        num_before = here.num_attentions
+        output = self._attending(name, "", axes.get("", ["-"]), call, args, kwargs)
+        if axes and num_before == here.num_attentions:
+            raise RowsError(f"no attention of {name} was seen; its keys of the other devices would be missing")
+        return output
+
     def _attending(self, block: str, module: str, axes: list[str], call: Call, args: Any, kwargs: Any) -> Any:
         here = self.rows
         if here is None:
             return call(*args, **kwargs)
-        here.stack.append(_Frame(block, module, list(axes), here.num_attentions))
+        here.stack.append(_Frame(block, module, list(axes)))
         try:
             return call(*args, **kwargs)
         finally:
@@ -421,7 +424,7 @@ class TokenParallel:
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
         q, k, v = (each if isinstance(each, torch.Tensor) else each.take() for each in (q, k, v))
         here.num_attentions += 1
-        frame = here.stack[-1] if here.stack else _Frame("", "", ["-"], 0)
+        frame = here.stack[-1] if here.stack else _Frame("", "", ["-"])
         axis = self._axis(here, frame, k)
         num_keys = k.shape[-2] if axis == "-" else here.whole(axis)
 
@@ -434,7 +437,7 @@ class TokenParallel:
         kwargs = {name: fit(each) if name in ("mask", "attn_mask") else each for name, each in kwargs.items()}
         if axis == "-":
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
-        gathered = Gathered(axis, (k, v), find_heads((q, k, v), args, kwargs), self.groups)
+        gathered = Gathered(axis, (k, v), find_heads((q, k, v), args, kwargs), here.groups or self.groups)
         gathered.send(here, f"{frame.block}.{frame.module}")
         see = functools.partial(self.on_keys, axis) if here.rank == 0 and self.on_keys is not None else None
         return gathered.attend(func, q, args, kwargs, see)

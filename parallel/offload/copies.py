@@ -207,7 +207,8 @@ class PinnedBuffer:
         size = -(-num_bytes // _PAGE) * _PAGE
         memory = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu", pin_memory=self.is_pinned)
         start = -memory.data_ptr() % _PAGE
-        self.tensor = memory[start : start + num_bytes]
+        # With a storage of its own: torch asks whether a storage's first byte is pinned.
+        self.tensor = torch.from_numpy(memory.numpy()[start : start + num_bytes])
         self.used: Any = None  # the event after which no copy reads or writes the bytes; whoever copies sets it
         self._unregister: weakref.finalize[..., PinnedBuffer] | None = None
         if device.type == "cuda" and is_wanted and num_bytes:

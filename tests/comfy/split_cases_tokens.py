@@ -60,9 +60,9 @@ def _family(name: str, case: Case) -> None:
     shared = tokens(host.load(name), overlap=False)  # split_cases_wholes.py has the other way
     run = TokenParallel.run
 
-    def note(self: TokenParallel, calls: Any) -> Any:
+    def note(self: TokenParallel, calls: Any, *replays: Any) -> Any:
         forwards.append(len(calls))
-        return run(self, calls)
+        return run(self, calls, *replays)
 
     TokenParallel.run = note  # type: ignore[method-assign]
     try:
@@ -145,7 +145,7 @@ def tokens_exchange(case: Case) -> None:
             return attend(self, *args)
 
         with (
-            mock.patch.object(tokens_module, "_num_groups", return_value=4),
+            mock.patch.object(tokens_module, "_num_groups", return_value=(4, 4)),
             mock.patch.object(Gathered, "attend", noted),
         ):
             near(case, f"{name}: by groups of heads", host.sample(tokens(host.load(name)), name), one, 1e-6)
@@ -227,11 +227,11 @@ def tokens_scheduled_loras(case: Case) -> None:
     models = [shared.model.diffusion_model, shared.model.devicebridge_split.shards[OTHER].diffusion_model]
     run = TokenParallel.run
 
-    def see(self: TokenParallel, calls: Any) -> Any:
+    def see(self: TokenParallel, calls: Any, *replays: Any) -> Any:
         weights = [_weights(model) for model in models]
         case.check("all cards alike", all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]))
         seen.append(weights[1])
-        return run(self, calls)
+        return run(self, calls, *replays)
 
     key = "single_blocks.0.linear1.weight"
     with mock.patch.object(TokenParallel, "run", see):

@@ -37,9 +37,9 @@ def _counted() -> Iterator[dict[str, int]]:
         found["dealt"] += len(jobs)
         return deal(self, jobs)
 
-    def shared(self: TokenParallel, calls: Any) -> Any:
+    def shared(self: TokenParallel, calls: Any, *replays: Any) -> Any:
         found["shared"] += 1
-        return share(self, calls)
+        return share(self, calls, *replays)
 
     Wholes.run, TokenParallel.run = dealt, shared  # type: ignore[method-assign, assignment]
     try:

@@ -28,5 +28,6 @@ EVERY = {
     "tokens_{}": (SHARED, ("flux2", "wan", "hidream_o1")),
     "derived_{}": (DERIVED, ("flux1_heads",)),
     "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
+    "replayed_tokens_{}": (SHARED, ("flux2", "qwen_image")),
     "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)),
 }

@@ -109,6 +109,11 @@ def seen_attachments(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def has_patches(options: Mapping[str, Any]) -> bool:
+    """Whether other code may run between or inside blocks."""
+    return any(any(options.get(name, {}).values()) for name in _SEEN_ENTRIES)
+
+
 def holds_tensors(function: Any) -> bool:
     """Whether a function captured tensors, which lie on the main card."""
     return any(isinstance(part, (torch.Tensor, nn.Module)) for part in reachable(function))

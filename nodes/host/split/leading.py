@@ -27,16 +27,22 @@ def home_of(kind: type) -> str:
     return f"{kind.__module__.rpartition('.')[0] or kind.__module__}."
 
 
+def attention_of(model: nn.Module) -> dict[tuple[Any, str], Any]:
+    """What this class's modules call attention, by the module of Python and the name there."""
+    named = {type(each).__module__ for each in model.modules()}
+    homes = ("comfy.ldm.", home_of(type(model)))
+    modules = [sys.modules[name] for name in sorted(named) if f"{name}.".startswith(homes) and name in sys.modules]
+    names = (*_ATTENTION, _CHOOSES_ATTENTION)
+    return {(each, name): getattr(each, name) for each in modules for name in names if hasattr(each, name)}
+
+
 @contextmanager
 def led_by_name(model: nn.Module) -> Iterator[None]:
     """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any.
 
     Several may be inside at once; the last one puts ComfyUI's functions back, but where other code has set its own.
     """
-    named = {type(each).__module__ for each in model.modules()}
-    homes = ("comfy.ldm.", home_of(type(model)))
-    modules = [sys.modules[name] for name in named if f"{name}.".startswith(homes) and name in sys.modules]
-    places = [(each, name) for each in modules for name in (*_ATTENTION, _CHOOSES_ATTENTION) if hasattr(each, name)]
+    places = list(attention_of(model))
     with _LEADING:
         for module, name in places:
             if not _num_led[module, name]:

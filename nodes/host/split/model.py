@@ -276,5 +276,5 @@ def compare_ways(
         len(placed.runs()) if blocks.transport == "stream" else 2 * sum(device != main for device in placed.devices),
         tokens.shares if tokens else (),
         tokens is not None and tokens.overlap and blocks.layout.keeps_nothing,
-        tokens.groups if tokens else 1,
+        tokens.replayed_groups if tokens else 1,
     )

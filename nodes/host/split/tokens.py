@@ -32,9 +32,12 @@ from ....parallel.devices import device_title
 from ....parallel.local.borrow import RowResiduals
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
+from ....parallel.local.graph_recorder import can_record, graphs_on
+from ....parallel.local.graphs import Graphs
 from ....parallel.local.heads import groups_for
 from ....parallel.local.interleave import Wholes
 from ....parallel.local.shards import plain_parts
+from ....parallel.local.token_graphs import Replays
 from ....parallel.local.tokens import OneDeviceError, RowsError, TokenParallel
 from ....parallel.staged_copies import copies_between
 from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere, module_with_streams
@@ -43,12 +46,13 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
-from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
+from .attachments import OVERRIDE, ROOT, check_attention, check_runnable, has_patches
 from .deriving import Cards, Deriving, rows_of
-from .leading import home_of, led_by_name
+from .leading import attention_of, home_of, led_by_name
 from .model_copy import RUNTIME_STATE, copy_structure
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .shown_inputs import FUNCTIONS, OPTIONS, Innermost
+from .tensor import addresses_on
 from .tree import Executor, SplitTree
 
 _log = logging.getLogger(__name__)
@@ -70,7 +74,7 @@ class TokensPlan(SplitPlan):
     Args:
         tokens: where the class has rows; of a class that nobody described a derived plan, or an empty one.
         shares: relative shares of the rows, by device.
-        groups: of heads, in which keys and values travel.
+        groups: of heads, in which keys and values travel. replayed_groups: where blocks are replayed.
         may_run_alone: whether the main card computes what is refused by tokens, as nobody asked for them by name.
         derived: where derived plans are kept; None for a class with a written one.
     """
@@ -78,6 +82,7 @@ class TokensPlan(SplitPlan):
     tokens: TokenPlan
     shares: tuple[float, ...]
     groups: int = 1
+    replayed_groups: int = 1
     may_run_alone: bool = False
     derived: DerivedRows | None = None
 
@@ -127,8 +132,9 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
     is_one_kind = len({device_title(device) for device in devices}) == 1
     measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
     work = forward_work(diffusion_model, layout, dict.fromkeys(blocks), usual_tokens(layout))
-    shares, groups = request.shares or tuple(measured), _num_groups(request, work)
+    shares, (groups, replayed) = request.shares or tuple(measured), _num_groups(request, work)
     of_tokens: dict[str, Any] = {"tokens": tokens, "shares": shares, "groups": groups, "derived": derived}
+    of_tokens["replayed_groups"] = groups if derived else replayed
     return TokensPlan(blocks, devices, layout, request, "relay", request.overlap, **of_tokens)
 
 
@@ -137,17 +143,20 @@ def usual_tokens(layout: NativeModel) -> int:
     return CLIP_TOKENS if layout in VIDEO_MODELS else PICTURE_TOKENS
 
 
-def _num_groups(request: SplitRequest, work: ForwardWork) -> int:
-    """Of heads, in which keys and values travel: by the cards and links as they were measured."""
+def _num_groups(request: SplitRequest, work: ForwardWork) -> tuple[int, int]:
+    """Of heads, in which keys and values travel: where blocks are launched, and where they are replayed. By the cards
+    and links as they were measured."""
     if module_with_streams(*request.devices[:2]) is None:
-        return 1  # they cannot copy beside what they compute
+        return 1, 1  # they cannot copy beside what they compute
     try:
         speed = machine_speed(request.devices)
     except RuntimeError as error:
         _log.info("split: the link is not measured: %s", first_line(error))
-        return 1
+        return 1, 1
     assert speed.bytes_per_s is not None, "there are several cards"
-    return groups_for(min(speed.flops_per_s), speed.bytes_per_s, request.exchange, work.block_s(speed))
+    rates = min(speed.flops_per_s), speed.bytes_per_s, request.exchange
+    launched = groups_for(*rates, work.block_s(speed))
+    return launched, groups_for(*rates) if can_record(request.devices) else launched
 
 
 class TokensExecutor(Executor):
@@ -176,6 +185,11 @@ class TokensExecutor(Executor):
             self.tolerance = 0.1
 
         self._send = send
+        self.graphs: Graphs | None = None
+        if plan.derived is None and (plan.layout.keeps_nothing or plan.layout.forgets_if_patched):
+            self.graphs = graphs_on(plan.devices, copies, addresses_on)
+        self._attention = [*attention_of(root)]
+        self._attends: dict[int, tuple[Any, ...]] = {}  # by rank, what attention was led to, and what leads it there
         self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
         self._deriving: Deriving | None = None
         self._proved_for: object = None  # ComfyUI's number of the patches
@@ -362,13 +376,21 @@ class TokensExecutor(Executor):
             return own(*args, **kwargs)
 
     def _compute_by(self, own: Callable[..., Any], plan: TokenPlan, given: Mapping[str, Any]) -> Any:
-        rows = self._attach(plan)
+        rows, replays = self._attach(plan), None
+        if self.graphs is not None and self.graphs.may_replay and not has_patches(given.get(OPTIONS) or {}):
+            functions = tuple(getattr(module, name, None) for module, name in self._attention)
+            groups = self._plan.replayed_groups if self._plan.replayed_groups != rows.groups else 0
+            replays = Replays(self.graphs, (rows, rows.groups, rows.exchange, functions), groups)
         calls = [
             functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
             for rank in range(len(self._models))
         ]
         with nullcontext() if plan.passes_options else led_by_name(self._models[0]):
-            return rows.run(calls)[0]
+            return rows.run(calls, replays)[0]
+
+    def release(self) -> None:
+        if self.graphs is not None:
+            self.graphs.release()
 
     def _cards(self, own: Callable[..., Any]) -> Cards:
         """For forwards by other rows than those of this split."""
@@ -420,17 +442,23 @@ class TokensExecutor(Executor):
             }
         if rows.plan.passes_options:
             options = given.setdefault(OPTIONS, {})
-            chosen = options.get(OVERRIDE)
+            options[OVERRIDE] = self._attend(rank, rows, options.get(OVERRIDE))
+            if self._plan.layout.forgets_if_patched:
+                options["patches_replace"] = {"dit": {"of no block": None}}
+        forward = own or getattr(self._models[rank], self._method)
+        return forward(**given)
+
+    def _attend(self, rank: int, rows: TokenParallel, chosen: Callable[..., Any] | None) -> Callable[..., Any]:
+        """The attention override of one rank. It stays the same from forward to forward: blocks are replayed by it."""
+        known = self._attends.get(rank, ())
+        if known[:1] != (rows,) or known[1] is not chosen:
 
             def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 check_attention(func)
                 return rows.attend(func if chosen is None else functools.partial(chosen, func), *args, **kwargs)
 
-            options[OVERRIDE] = attend
-            if self._plan.layout.forgets_if_patched:
-                options["patches_replace"] = {"dit": {"of no block": None}}
-        forward = own or getattr(self._models[rank], self._method)
-        return forward(**given)
+            known = self._attends[rank] = rows, chosen, attend
+        return known[2]  # type: ignore[no-any-return]
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,8 +13,12 @@ import torch
 from devicebridge.families.token_plan import BlockRows, TokenPlan, places
 from devicebridge.parallel.local.borrow import RowResiduals
 from devicebridge.parallel.local.collectives import Collective, Tensors
+from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.heads import find_heads, groups_for
+from devicebridge.parallel.local.token_graphs import Replays
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Rows, TokenParallel
+from devicebridge.tests.stand_in_recorder import stand_in
+from devicebridge.tests.unit.parallel.test_graphs import where
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -444,10 +448,9 @@ def test_groups_are_taken_where_a_link_is_slow_for_its_cards() -> None:
     assert groups_for(744e12, 80e9) == 4 and groups_for(744e12, 80e9, "8-bit") == 1  # half the bytes
 
 
-def test_fewer_groups_are_taken_where_the_host_launches_for_longer_than_a_card_computes() -> None:
-    """Measured on two H200 at 20 GB/s: four groups were the fastest for Wan, two for FLUX.2 and FLUX.1. A block of
-    these takes a card 13, 4.8 and 4 ms."""
-    assert [groups_for(744e12, 20e9, block_s=each) for each in (13e-3, 4.8e-3, 4e-3)] == [4, 2, 2]
+def test_one_group_is_taken_where_the_host_launches_for_longer_than_a_card_computes() -> None:
+    """Blocks of Wan, FLUX.2 and FLUX.1 take one of two H200 13, 4.8 and 4 ms."""
+    assert [groups_for(744e12, 20e9, block_s=each) for each in (13e-3, 4.8e-3, 4e-3)] == [4, 1, 1]
     assert groups_for(744e12, 182e9, block_s=13e-3) == 1
 
 
@@ -542,3 +545,70 @@ def test_places_are_read_from_text() -> None:
     (first, second) = places("pe.0=txt+img@2 =x")
     assert (first.path, first.axis, first.dim) == (("pe", "0"), "txt+img", 2)
     assert (second.path, second.axis, second.dim) == ((), "x", 0)
+
+
+class Led(nn.Module):
+    """Blocks that find attention in the options, as ComfyUI's do; `raising` raises in a recording on the last rank."""
+
+    def __init__(self, raising: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Finding() for _ in range(3))
+        self.raising = raising
+
+    def forward(self, x: torch.Tensor, transformer_options: Any) -> torch.Tensor:
+        for block in self.blocks:
+            block.raising = self.raising
+            x = block(x, transformer_options=transformer_options)
+        return x
+
+
+class Finding(Single):
+    def forward(self, x: torch.Tensor, transformer_options: Any) -> torch.Tensor:
+        if self.raising and type(transformer_options) is not dict and HERE.rows.rank == 1:
+            raise ValueError("refused")
+        return super().forward(x, torch.zeros(()), transformer_options["attend"])
+
+
+def replayed(raising: bool, counts: Sequence[int], groups: int = 0) -> tuple[Any, list[int]]:
+    """The graphs of forwards of so many rows each, whose results are those of one card; the groups that were seen."""
+    torch.manual_seed(0)
+    model, seen = Led(raising).double().requires_grad_(False), []
+    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = TokenPlan({"blocks": BlockRows("x=x@1", "attn=x")})
+    rows = TokenParallel(models, [CPU] * 2, plan, (1, 1), lambda tensors, rank, arrivals: tensors)
+
+    def attend(*args: Any, **named: Any) -> torch.Tensor:
+        seen.append(HERE.rows.groups)
+        return rows.attend(*args, **named)
+
+    graphs = stand_in([CPU] * 2, None, where)
+    graphs._recording.cards_wait = not groups
+    rows.attach()
+    try:
+        for index, count in enumerate(counts):
+            x = torch.randn(1, count, 6, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+            with torch.inference_mode():
+                calls = [functools.partial(each, x.clone(), {"attend": attend}) for each in models]
+                found = rows.run(calls, Replays(graphs, None, groups))
+            expected = model(x, {"attend": whole})
+            assert all(torch.allclose(each, expected, rtol=1e-12, atol=1e-12) for each in found), index
+    finally:
+        rows.remove()
+    return graphs, seen
+
+
+def test_blocks_are_replayed_for_the_rows_of_all_ranks() -> None:
+    """Of eleven rows and of twelve the first rank has six; each number is recorded by itself."""
+    graphs, _ = replayed(False, [11, 12] * (RECORDED_AFTER + 3))
+    assert graphs._recording.num_recorded == 6 and graphs.num_replays >= 6 and not graphs.fault
+
+
+def test_an_error_of_another_rank_in_a_recording_ends_recording_alone() -> None:
+    graphs, _ = replayed(True, [9] * (RECORDED_AFTER + 3))
+    assert "refused" in graphs.fault and not graphs.num_replays
+
+
+def test_where_replays_have_other_groups_of_heads_cards_need_not_wait_to_be_recorded() -> None:
+    graphs, seen = replayed(False, [9] * (RECORDED_AFTER + 3), groups=3)
+    assert graphs.num_replays == 6 and seen[: 6 * RECORDED_AFTER] == [0] * 6 * RECORDED_AFTER
+    assert set(seen[6 * RECORDED_AFTER :]) == {3}

@@ -1,0 +1,108 @@
+"""A block of which each rank computes its rows, replayed as one CUDA graph.
+
+Two threads that launch the kernels of two cards take turns, as Python runs one at a time. The ranks' threads are inside
+forwards of their own, so at a block each hands its call to the first rank, and does what that one gives it to do until
+it has the block's output. graphs.py says what is replayed, and what is compared before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from .collectives import Collective
+from .graphs import Call, Graphs, Work
+
+
+class Replays(NamedTuple):
+    """How blocks of a forward are replayed.
+
+    Args:
+        beside: what else than their calls they depend on; compared with `==`, and hashed.
+        groups: of heads, in which keys and values travel there; 0 for as many as where blocks are launched.
+    """
+
+    graphs: Graphs
+    beside: Any
+    groups: int = 0
+
+
+class Rank(Protocol):
+    """Whose rows are computed; see tokens.Rows. lengths: of all axes. groups: as of Replays."""
+
+    rank: int
+    group: Collective
+    groups: int
+    lengths: dict[str, int]
+    replays: Replays | None
+
+
+def computed(rank: Rank, block: nn.Module, part: Callable[..., Any], name: str, call: Call) -> Any:
+    """What this rank's part of a block returns, replayed or computed.
+
+    Args: part: how the block is called. name: of the block, the same on all ranks.
+    """
+    replays = rank.replays
+    if replays is None:
+        return part(*call[0], **call[1])
+
+    def outputs(given: Sequence[tuple[nn.Module, Callable[..., Any], Call]], run: Callable[..., Any]) -> Sequence[Any]:
+        blocks, parts, calls = zip(*given, strict=True)
+        if replays.graphs.fault:  # since the forward began
+            return run([partial(part, *call[0], **call[1]) for part, call in zip(parts, calls, strict=True)])  # type: ignore[no-any-return]
+        beside = tuple(sorted(rank.lengths.items())), replays.beside
+        recorded, launch = (partial(run, groups=replays.groups), run) if replays.groups else (run, None)
+        return replays.graphs.outputs(blocks, calls, parts, recorded, beside, launch)
+
+    return _led(rank, name, (block, part, call), outputs)
+
+
+def _led(rank: Rank, name: str, given: Any, compute: Callable[[Sequence[Any], Any], Sequence[Any]]) -> Any:
+    """This rank's output of what the first one computes of what all have given, with run: their threads for work.
+
+    All work that is begun at once has a Collective of its own, so that an error ends that and no more.
+    """
+    outer = rank.group
+
+    def done(group: Collective, groups: int, work: Work) -> Any:
+        rank.group, rank.groups = group, groups
+        try:
+            return work()
+        except BaseException as error:
+            group.abort(error)
+        finally:
+            rank.group, rank.groups = outer, 0
+
+    if rank.rank:
+        outer.hand(rank.rank, 0, name, given)
+        while True:
+            group, groups, work = outer.handed(0, rank.rank, name)
+            if group is None:
+                return work
+            output = done(group, groups, work)
+            del work
+            outer.hand(rank.rank, 0, name, output)
+
+    def run(work: Sequence[Work], groups: int = 0) -> Sequence[Any]:
+        group = outer.another()
+        try:
+            for to in range(1, outer.size):
+                outer.hand(0, to, name, group, groups, work[to])
+            found = [done(group, groups, work[0]), *(outer.handed(each, 0, name)[0] for each in range(1, outer.size))]
+            error = group.error
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error  # or its traceback would keep this frame, and this frame the error
+            return found
+        finally:
+            group.forget()
+
+    outputs = compute([given, *(outer.handed(each, 0, name)[0] for each in range(1, outer.size))], run)
+    for to in range(1, outer.size):
+        outer.hand(0, to, name, None, 0, outputs[to])
+    return outputs[0]
