@@ -328,12 +328,12 @@ def tokens_patches_of_comfyui(case: Case) -> None:
 def tokens_code_in_the_model(case: Case) -> None:
     """What is hooked, replaced or exchanged in the main card's model at any time is refused by name."""
     host, name = case.host, "flux1"
-    shared = tokens(host.load(name))
-    reference, root = host.sample(shared, name), shared.model.diffusion_model
+    shared, sample = tokens(host.load(name)), functools.partial(host.sample, name=name, steps=1)
+    reference, root = sample(shared), shared.model.diffusion_model
     layer = root.single_blocks[0].linear1
     bypass, _ = comfy.sd.load_bypass_lora_for_models(shared, None, dict(lora_weights(name, 1)), 1.0, 0)
-    case.refused("bypass", lambda: host.sample(bypass, name), RuntimeError, "comfy.weight_adapter.bypass", "'blocks'")
-    case.equal("without it", host.sample(shared, name), reference)
+    case.refused("bypass", lambda: sample(bypass), RuntimeError, "comfy.weight_adapter.bypass", "'blocks'")
+    case.equal("without it", sample(shared), reference)
 
     def undo(key: str, value: Any, owner: Any = layer) -> Callable[[], None]:
         before = getattr(owner, key)
@@ -379,34 +379,33 @@ def tokens_code_in_the_model(case: Case) -> None:
             )
         )
         when, model = (("a wrapper", around), ("a function wrapper", function))[number % 2]
-        sample = functools.partial(host.sample, model, name)
-        case.refused(f"{what} of {when}", sample, RuntimeError, word, "way 'blocks'")
+        case.refused(f"{what} of {when}", functools.partial(sample, model), RuntimeError, word, "way 'blocks'")
         if what != "a weight's function":  # ComfyUI's loading makes these anew
             word = "numbers in single_blocks.0.linear1.weight" if what == "a weight" else word
-            ahead = functools.partial(run, act, functools.partial(host.sample, shared, name))
+            ahead = functools.partial(run, act, functools.partial(sample, shared))
             case.refused(f"{what} ahead of sampling", ahead, RuntimeError, word, "way 'blocks'")
-        case.equal(f"{what} is gone", host.sample(shared, name), reference)
+        case.equal(f"{what} is gone", sample(shared), reference)
     patched = shared.clone()
     patched.add_object_patch("diffusion_model.txt_in", copy.copy(root.txt_in))
-    case.refused("an object patch", lambda: host.sample(patched, name), RuntimeError, "exchanged module", "'blocks'")
-    case.equal("it is gone", host.sample(shared, name), reference)
+    case.refused("an object patch", lambda: sample(patched), RuntimeError, "exchanged module", "'blocks'")
+    case.equal("it is gone", sample(shared), reference)
     host.unload_all()
     taken_back = undo("_forward", functools.partial(type(root)._forward, root), root)
-    case.refused("a method", lambda: host.sample(shared, name), RuntimeError, "the replaced _forward", "way 'blocks'")
+    case.refused("a method", lambda: sample(shared), RuntimeError, "the replaced _forward", "way 'blocks'")
     taken_back()
-    case.equal("the class's own is back", host.sample(shared, name), reference)
+    case.equal("the class's own is back", sample(shared), reference)
     ours = vars(root)["_forward"]
     wrapper = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs) * 2)
     taken_back = undo("_forward", wrapper, root)
-    refused = functools.partial(host.sample, shared, name)
+    refused = functools.partial(sample, shared)
     case.refused("a wrapper of ours", refused, RuntimeError, "the replaced _forward", "way 'blocks'")
     host.unload_all()
     case.check("it is left", vars(root)["_forward"] is wrapper)
     case.refused("a wrapper before loading", refused, RuntimeError, "the replaced _forward", "way 'blocks'")
     taken_back()
-    case.equal("the wrapper is gone", host.sample(shared, name), reference)
+    case.equal("the wrapper is gone", sample(shared), reference)
     del root._forward
-    case.equal("deleted by a node", host.sample(shared, name), reference)
+    case.equal("deleted by a node", sample(shared), reference)
 
 
 @case
