@@ -14,3 +14,9 @@ def from_folder(pipeline: Path) -> dict[str, Any]:
         "LoadModelForTraining.devices": "cpu", "LoadModelForTraining.dtype": "float32",
         "CacheCaptionsAndLatents.text_encoders": "[model folder]", "CacheCaptionsAndLatents.vae": "[model folder]",
     }  # fmt: skip
+
+
+def node_of(graph: dict[str, Any], name: str) -> dict[str, Any]:
+    """The one node of DeviceBridge that is called so."""
+    (node,) = (node for node in graph.values() if node["class_type"] == f"DeviceBridge{name}")
+    return node

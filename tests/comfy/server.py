@@ -73,6 +73,11 @@ class Server:
     def run(self, graph: dict[str, Any]) -> Finished:
         return self.wait(self.queue(graph))
 
+    def succeed(self, graph: dict[str, Any]) -> Finished:
+        finished = self.run(graph)
+        assert finished.status == "success", finished.error
+        return finished
+
     @contextmanager
     def short_texts(self) -> Iterator[None]:
         """Inside, trainings pad texts to few tokens; see tests/tiny_pipeline.py."""
@@ -83,8 +88,7 @@ class Server:
             self._switch("TestShortTexts", is_on=False)
 
     def _switch(self, node: str, **inputs: Any) -> None:
-        finished = self.run({"1": {"class_type": node, "inputs": inputs}})
-        assert finished.status == "success", finished.error
+        self.succeed({"1": {"class_type": node, "inputs": inputs}})
 
     def empty_cache(self) -> None:
         """Empty ComfyUI's cache of outputs, as a restart does. ComfyUI obeys /free after the prompt it next takes,

@@ -52,8 +52,7 @@ def images(server: Server) -> Iterator[Path]:
 
 def _small(server: Server, family: str = "", file: Path = Path(), **unet_config: Any) -> None:
     inputs = {"family": family, "file": str(file), "unet_config": json.dumps(unet_config)}
-    finished = server.run({"1": {"class_type": "TestSmallModel", "inputs": inputs}})
-    assert finished.status == "success", finished.error
+    server.succeed({"1": {"class_type": "TestSmallModel", "inputs": inputs}})
 
 
 def _train(server: Server, model: str, name: str, encoders: dict[str, Any] | None = None, **more: Any) -> Any:

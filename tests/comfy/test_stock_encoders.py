@@ -13,9 +13,9 @@ from devicebridge.encoding.key import comfy_latent_key, comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs
-from devicebridge.tests.comfy.server import ROOT, Finished, Server
+from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
-from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, node_of, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -34,7 +34,7 @@ _BEHIND_THE_CACHE = ("DeviceBridgeTrainLora", "SaveLoRA", "LossGraphNode")
 
 @pytest.mark.parametrize("case", CASES)
 def test_case(server: Server, case: str) -> None:
-    _succeed(server.run({"1": {"class_type": "TestStockCase", "inputs": {"case": case}}}))
+    server.succeed({"1": {"class_type": "TestStockCase", "inputs": {"case": case}}})
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +76,12 @@ def _graph(family: str, pipeline: Path, images: Path, **train: Any) -> dict[str,
     values = {f"DeviceBridge{name}": value for name, value in settings.items()}
     graph = set_values(read_workflow(EXAMPLE_API), values)
     graph["encoders"] = {"class_type": "TestTinyEncoders", "inputs": {"family": family, "seed": 0}}
-    _node(graph, "CacheCaptionsAndLatents")["inputs"] |= {"stock_clip": ["encoders", 0], "stock_vae": ["encoders", 1]}
+    node_of(graph, "CacheCaptionsAndLatents")["inputs"] |= {"stock_clip": ["encoders", 0], "stock_vae": ["encoders", 1]}
     return graph
 
 
 def _up_to_the_cache(graph: dict[str, Any]) -> dict[str, Any]:
     return {key: node for key, node in graph.items() if node["class_type"] not in _BEHIND_THE_CACHE}
-
-
-def _node(graph: dict[str, Any], name: str) -> dict[str, Any]:
-    (node,) = (node for node in graph.values() if node["class_type"] == f"DeviceBridge{name}")
-    return node
-
-
-def _succeed(finished: Finished) -> Finished:
-    assert finished.status == "success", finished.error
-    return finished
 
 
 def _trained(server: Server, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -122,7 +112,7 @@ def test_the_cache_holds_what_cores_nodes_make(server, pipelines, images, tmp_pa
     graph = _graph(family, pipelines[family], images, name=f"stock_{family}")
     caption = (images / "1.txt").read_text(encoding="utf-8")
     _keep_cores_results(graph, images / "1.png", caption, tmp_path)
-    _succeed(server.run(graph))
+    server.succeed(graph)
     _, metadata = _trained(server, f"stock_{family}")
     store = CacheStore(server.base / "output" / f"cache_{images.name}")
     clip, vae = metadata["devicebridge_text_source"], metadata["devicebridge_latent_source"]
@@ -137,17 +127,17 @@ def test_the_cache_holds_what_cores_nodes_make(server, pipelines, images, tmp_pa
 
 
 def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no_entry(server, pipelines, images):
-    _succeed(server.run(_up_to_the_cache(_graph("flux2", pipelines["flux2"], images))))
+    server.succeed(_up_to_the_cache(_graph("flux2", pipelines["flux2"], images)))
     before = _entries(server, images)
     assert len(before) == 3 + 3 + 1  # images, captions and the empty one
     (images / "0.txt").write_text("a blue house", encoding="utf-8")
-    _succeed(server.run(_graph("flux2", pipelines["flux2"], images, name="edited_once")))
+    server.succeed(_graph("flux2", pipelines["flux2"], images, name="edited_once"))
     after = _entries(server, images)
     assert len(after) == len(before) + 1 and before.items() <= after.items()
     own = _graph("flux2", pipelines["flux2"], images, name="edited_own")
-    inputs = _node(own, "CacheCaptionsAndLatents")["inputs"]
+    inputs = node_of(own, "CacheCaptionsAndLatents")["inputs"]
     del inputs["stock_clip"], inputs["stock_vae"], own["encoders"]
-    _succeed(server.run(own))
+    server.succeed(own)
     assert len(_entries(server, images)) == len(after) + 3 + 4
     assert _trained(server, "edited_own")[1]["devicebridge_text_source"] == "transformers"
     stock, own_lora = _trained(server, "edited_once")[0], _trained(server, "edited_own")[0]
@@ -161,7 +151,7 @@ def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(server, p
     settings = {"sample_prompts": prompt, "sample_every": 0, "sample_steps": 2, "background": how == "background"}
     graph = _graph("flux2", pipelines["flux2"], images, name=name, **settings)
     _keep_cores_results(graph, images / "1.png", prompt, tmp_path)
-    _succeed(server.run(graph))
+    server.succeed(graph)
     folder, end = server.base / "output" / "devicebridge" / name, time.monotonic() + 120
     while not (folder / f"{name}.safetensors").exists():  # written last
         log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")
@@ -188,7 +178,7 @@ def test_cancel_keeps_the_captions_that_are_done(server: Server, pipelines: dict
     assert server.wait(prompt).status == "interrupted"
     kept = _entries(server, images)
     assert 3 <= len(kept) < 21
-    _succeed(server.run(graph))
+    server.succeed(graph)
     assert kept.items() <= _entries(server, images).items() and len(_entries(server, images)) == 21 + 3
 
 
@@ -196,8 +186,8 @@ def test_cores_lists_train_the_same_lora(server: Server, pipelines: dict[str, Pa
     """Make Training Dataset on one image gives what the cache node gives; lists of several come in any order."""
     for index in (1, 2):
         (images / f"{index}.png").unlink()
-    _succeed(server.run(_graph("flux1", pipelines["flux1"], images, name="of_images")))
-    _succeed(server.run(_with_lists(_graph("flux1", pipelines["flux1"], images, name="of_lists"), images)))
+    server.succeed(_graph("flux1", pipelines["flux1"], images, name="of_images"))
+    server.succeed(_with_lists(_graph("flux1", pipelines["flux1"], images, name="of_lists"), images))
     (tensors, metadata), (expected, _) = _trained(server, "of_lists"), _trained(server, "of_images")
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert metadata["devicebridge_text_source"] == "comfyui CONDITIONING"
@@ -219,7 +209,7 @@ def _with_lists(graph: dict[str, Any], images: Path, bucketed: bool = False) -> 
         ),
     }
     graph |= {name: {"class_type": kind, "inputs": inputs} for name, (kind, inputs) in nodes.items()}
-    _node(graph, "TrainLora")["inputs"]["dataset"] = ["lists", 0]
+    node_of(graph, "TrainLora")["inputs"]["dataset"] = ["lists", 0]
     return graph
 
 
@@ -227,10 +217,10 @@ def test_resolution_bucket_gives_batches_and_nothing_is_kept_twice(server, pipel
     Image.new("RGB", (SIDE, 2 * SIDE), "orange").save(images / "2.png")  # in place of one of the size of the others
     pipeline = pipelines["flux2"]
     graph = _with_lists(_graph("flux2", pipeline, images, name="bucketed", batch_size=2), images, bucketed=True)
-    _succeed(server.run(graph))
+    server.succeed(graph)
     before = _entries(server, images)
     assert len(before) == 3 + 3
-    _succeed(server.run(_with_lists(_graph("flux2", pipeline, images, name="unbucketed"), images)))
+    server.succeed(_with_lists(_graph("flux2", pipeline, images, name="unbucketed"), images))
     assert _entries(server, images) == before
 
 

@@ -114,18 +114,12 @@ def _quick_training(graph: dict[str, Any], pipeline: Path, **train: Any) -> dict
     return set_values(graph, {f"DeviceBridge{name}": value for name, value in settings.items()})
 
 
-def _succeed(server: Server, graph: dict[str, Any]) -> dict[str, Any]:
-    finished = server.run(graph)
-    assert finished.status == "success", finished.error
-    return finished.outputs
-
-
 @pytest.mark.parametrize(
     ("name", "family", "ending"),
     [("sample_FLUX.2_over_two_GPUs", "flux2", "png"), ("sample_Wan_over_two_GPUs", "wan", "webp")],
 )
 def test_a_sampling_template_draws_over_two_cards(server, files, name, family, ending):
-    outputs = _succeed(server, over_two_cards(with_stand_ins(_graph(name), family)))
+    outputs = server.succeed(over_two_cards(with_stand_ins(_graph(name), family))).outputs
     (shown,) = (output["blocks"] for output in outputs.values() if "blocks" in output)
     assert [card for card, _ in shown] == ["lazy:0", "lazy:1"]
     pictures = sorted((server.base / "output").glob(f"template_{family}*.{ending}"))
@@ -134,7 +128,7 @@ def test_a_sampling_template_draws_over_two_cards(server, files, name, family, e
 
 
 def test_the_ring_attention_template_reports_the_fix_and_draws(server: Server, files: None) -> None:
-    outputs = _succeed(server, with_stand_ins(_graph("ring_attention_with_the_LSE_fix"), "flux2"))
+    outputs = server.succeed(with_stand_ins(_graph("ring_attention_with_the_LSE_fix"), "flux2")).outputs
     texts = [output["text"][0] for output in outputs.values() if "text" in output]
     assert any(text.startswith(("Active", "Not needed")) for text in texts), outputs
 
@@ -143,10 +137,10 @@ def test_the_training_template_trains_and_the_resuming_one_goes_on(server, image
     """To the same LoRA as without a stop."""
     training = _graph("train_a_LoRA_over_two_GPUs")
     folder = server.base / "output" / "devicebridge"
-    _succeed(server, _quick_training(training, pipeline, name="template_whole", steps=4))
-    _succeed(server, _quick_training(training, pipeline, name="template_parts", steps=2))
+    server.succeed(_quick_training(training, pipeline, name="template_whole", steps=4))
+    server.succeed(_quick_training(training, pipeline, name="template_parts", steps=2))
     resuming = _graph("resume_a_stopped_training")
-    _succeed(server, _quick_training(resuming, pipeline, name="template_parts", steps=4))
+    server.succeed(_quick_training(resuming, pipeline, name="template_parts", steps=4))
     whole, parts = (folder / name / f"{name}.safetensors" for name in ("template_whole", "template_parts"))
     found, expected = load_file(parts), load_file(whole)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
@@ -156,7 +150,7 @@ def test_the_end_to_end_template_plans_trains_draws_samples_and_samples_with_the
     graph = with_stand_ins(_graph("train_FLUX.2_on_two_24_GB_cards"), "flux2")
     values = {"DeviceBridgePlanTraining.cards": "2x24GB"}
     graph = set_values(_quick_training(graph, pipeline, name="template_end", steps=2, sample_every=2), values)
-    outputs = _succeed(server, graph)
+    outputs = server.succeed(graph).outputs
     (plan,) = (text for each in outputs.values() for text in each.get("text", ()) if text.startswith("verdict"))
     assert plan.split()[1] == "fits"
     samples = sorted(path.name for path in (server.base / "output/devicebridge/template_end/samples").glob("*.png"))

@@ -16,7 +16,7 @@ from devicebridge.runs.record import KeptJobs, read_record
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
 from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import comfy_python
-from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, node_of, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -87,14 +87,9 @@ def _graph(images: Path, name: str, **train: Any) -> dict[str, Any]:
     graph = set_values(read_workflow(EXAMPLE_API), {f"DeviceBridge{key}": value for key, value in settings.items()})
     graph["encoders"] = {"class_type": "TestTinyEncoders", "inputs": {"family": "flux2_native", "seed": 0}}
     graph["stock"] = {"class_type": "UNETLoader", "inputs": {"unet_name": MODEL, "weight_dtype": "default"}}
-    _node(graph, "CacheCaptionsAndLatents")["inputs"] |= {"stock_clip": ["encoders", 0], "stock_vae": ["encoders", 1]}
-    _node(graph, "LoadModelForTraining")["inputs"] |= {"stock_model": ["stock", 0]}
+    node_of(graph, "CacheCaptionsAndLatents")["inputs"] |= {"stock_clip": ["encoders", 0], "stock_vae": ["encoders", 1]}
+    node_of(graph, "LoadModelForTraining")["inputs"] |= {"stock_model": ["stock", 0]}
     return graph
-
-
-def _node(graph: dict[str, Any], name: str) -> dict[str, Any]:
-    (node,) = (node for node in graph.values() if node["class_type"] == f"DeviceBridge{name}")
-    return node
 
 
 def _job(images: Path, folder: Path, **sections: dict[str, Any]) -> Path:
@@ -117,8 +112,7 @@ def _job(images: Path, folder: Path, **sections: dict[str, Any]) -> Path:
 @pytest.fixture(scope="module")
 def trained(server: Server, checkpoint: Path, images: Path) -> dict[str, torch.Tensor]:
     """The LoRA of the graph: Load Diffusion Model, ComfyUI's CLIP and VAE, cache, training."""
-    finished = server.run(_graph(images, "native_graph"))
-    assert finished.status == "success", finished.error
+    server.succeed(_graph(images, "native_graph"))
     return load_file(server.base / "output" / "devicebridge" / "native_graph" / "native_graph.safetensors")
 
 
@@ -169,8 +163,7 @@ def test_a_job_file_trains_with_references(comfyui, server, trained, images, tmp
 @pytest.mark.usefixtures("trained")
 def test_a_graph_trains_it_in_the_background(server: Server, images: Path) -> None:
     """Captions and latents are those of the run before; only the process with ComfyUI's code can build the model."""
-    finished = server.run(_graph(images, "native_behind", background=True))
-    assert finished.status == "success", finished.error
+    server.succeed(_graph(images, "native_behind", background=True))
     folder, end = server.base / "output" / "devicebridge" / "native_behind", time.monotonic() + 120
     while (record := read_record(folder)) is None or record.state == "running":
         log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")

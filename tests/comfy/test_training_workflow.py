@@ -86,11 +86,6 @@ def graph(pipeline: Path, dataset: Path) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def _succeed(finished: Finished) -> Finished:
-    assert finished.status == "success", finished.error
-    return finished
-
-
 def _run_folder(server: Server, name: str) -> Path:
     return server.base / "output" / "devicebridge" / name
 
@@ -111,7 +106,7 @@ def _wait_for_step(folder: Path, step: int) -> None:
 
 
 def test_the_lora_is_byte_for_byte_that_of_the_command_line(server, comfyui, graph, pipeline, dataset, tmp_path):
-    finished = _succeed(server.run(graph(name="same", steps=4, strategy="tensor")))  # of an older version's workflow
+    finished = server.succeed(graph(name="same", steps=4, strategy="tensor"))  # of an older version's workflow
     job = tmp_path / "job.toml"
     folder = tmp_path / "run"
     job.write_text(JOB.format(model=pipeline, data=dataset, steps=4, folder=folder, name="same"), encoding="utf-8")
@@ -129,7 +124,7 @@ def test_the_lora_is_byte_for_byte_that_of_the_command_line(server, comfyui, gra
 
 def test_the_cores_nodes_take_the_outputs(server: Server, graph: Any) -> None:
     """Save LoRA Weights writes our tensors with the steps in the name, Plot Loss Graph draws."""
-    finished = _succeed(server.run(graph(name="core", steps=5)))
+    finished = server.succeed(graph(name="core", steps=5))
     (saved,) = (server.base / "output" / "loras").glob("my_lora_5_steps_*.safetensors")
     ours = load_file(_run_folder(server, "core") / "core.safetensors")
     theirs = load_file(saved)
@@ -144,7 +139,7 @@ def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any
     whole = set_values(graph(name=f"report_{scheme}", steps=2), {"DeviceBridgeQuantize.quantize": scheme})
     (quantize,) = (key for key, node in whole.items() if node["class_type"] == "DeviceBridgeQuantize")
     whole["preview"] = {"class_type": "PreviewAny", "inputs": {"source": [quantize, 1]}}
-    (text,) = _succeed(server.run(whole)).outputs["preview"]["text"]
+    (text,) = server.succeed(whole).outputs["preview"]["text"]
     assert text.startswith(
         "none: all weights" if scheme == "auto" else f"{scheme}: 28 linears in 8 bits"
     )  # devices is cpu
@@ -167,7 +162,7 @@ def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(serv
     graph["102"] = {"class_type": "LoraModelLoader", "inputs": lora}
     graph["103"] = {"class_type": "ModelSave", "inputs": {"model": ["102", 0], "filename_prefix": "merged"}}
     log_start = server.log.stat().st_size
-    _succeed(server.run(graph))
+    server.succeed(graph)
     log = server.log.read_bytes()[log_start:].decode()
     assert "lora key not loaded" not in log
     (saved,) = (server.base / "output").glob("merged*.safetensors")
@@ -197,7 +192,7 @@ def test_progress_texts_and_events_reach_the_browser(server: Server, graph: Any)
 
 def test_cancel_leaves_a_checkpoint_that_continues_exactly(server: Server, graph: Any) -> None:
     steps = 30
-    _succeed(server.run(graph(name="whole", steps=steps)))
+    server.succeed(graph(name="whole", steps=steps))
     folder = _run_folder(server, "cancelled")
     with Messages(server.port, "canceller") as messages:
         prompt = server.queue(graph(name="cancelled", steps=steps), "canceller")
@@ -210,7 +205,7 @@ def test_cancel_leaves_a_checkpoint_that_continues_exactly(server: Server, graph
     done = max(event["step"] for event in _read_events(folder) if event["kind"] == "step")
     assert 2 <= done < steps
     assert (folder / "checkpoints" / f"step-{done:06d}").is_dir()
-    _succeed(server.run(graph(name="cancelled", steps=steps, resume=True)))
+    server.succeed(graph(name="cancelled", steps=steps, resume=True))
     whole = load_file(_run_folder(server, "whole") / "whole.safetensors")
     resumed = load_file(folder / "cancelled.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -227,17 +222,17 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_resume_with_other_settings_is_refused_and_names_them(server: Server, graph: Any) -> None:
-    _succeed(server.run(graph(name="changed", steps=2)))
+    server.succeed(graph(name="changed", steps=2))
     finished = server.run(graph(name="changed", steps=2, learning_rate=0.5, resume=True))
     assert finished.status == "error"
     assert "learning_rate of Train LoRA Across GPUs: 0.01 -> 0.5" in finished.error
 
 
 def test_the_same_graph_run_again_gives_its_lora_and_a_changed_one_a_new_run(server: Server, graph: Any) -> None:
-    first = _succeed(server.run(graph(name="again", steps=2)))
+    first = server.succeed(graph(name="again", steps=2))
     server.empty_cache()
-    again = _succeed(server.run(graph(name="again", steps=2)))
-    changed = _succeed(server.run(graph(name="again", steps=2, learning_rate=0.5)))
+    again = server.succeed(graph(name="again", steps=2))
+    changed = server.succeed(graph(name="again", steps=2, learning_rate=0.5))
 
     def told(finished: Finished) -> dict[str, Any]:
         return next(output for output in finished.outputs.values() if "lora" in output)
@@ -321,7 +316,7 @@ def test_devicebridge_run_passes_on_failure_and_its_reason(comfyui: Path, tmp_pa
 def test_two_processes_train_the_lora_of_one_and_end_with_cancel(server: Server, graph: Any) -> None:
     loras = {}
     for name, count in (("by_one", 1), ("by_two", 2)):
-        _succeed(server.run(graph(name=name, steps=4, accumulation=2, processes=count, strategy="auto")))
+        server.succeed(graph(name=name, steps=4, accumulation=2, processes=count, strategy="auto"))
         loras[count] = load_file(_run_folder(server, name) / f"{name}.safetensors")
     for name, expected in loras[1].items():
         assert torch.allclose(loras[2][name].float(), expected.float(), rtol=0.02, atol=1e-5), name  # in bfloat16
