@@ -62,6 +62,12 @@ def aspect(size: tuple[int, int]) -> float:
     return size[1] / size[0]
 
 
+def is_other_shape(size: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether their aspect ratios differ by more than the rounding of sizes."""
+    return abs(math.log(aspect(size) / aspect(other))) > _SHAPE_TOLERANCE
+
+
+_SHAPE_TOLERANCE = 0.02
 _TOLERANCE_S = 0.0015  # containers round times, WebM to milliseconds
 
 

@@ -11,13 +11,11 @@ that have some. What else lies there is named by left_out.py. cuts.py says how a
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import lt
 from pathlib import Path
 from typing import TypeVar
@@ -26,17 +24,27 @@ from ..checkpoints.model_files import first
 from ..config.data import MOST_REPEATS
 from ..config.job import DataConfig, FolderConfig
 from ..families.comfy.conditions import WAYS
+from ..families.comfy.inputs import song_text
 from ..families.spec import LatentSpec
 from ..system.files import Looked
 from ..system.stopping import Stopped, alive, never
 from .captions import TEXT_FILES, Tables, caption_file, lyrics_file, make_captions, read_tables, stem_of
 from .containers import SOUND_SUFFIXES
-from .cuts import ClipPlan, aspect, bucket_step, choose_bucket, is_slower, make_buckets, make_clip_plan, plan_crop
+from .cuts import (
+    ClipPlan,
+    bucket_step,
+    choose_bucket,
+    is_other_shape,
+    is_slower,
+    make_buckets,
+    make_clip_plan,
+    plan_crop,
+)
 from .image import ImageRequest, SoundRequest, look_at
 from .left_out import LeftOut, is_of_system
 from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
 from .samples import Condition, Sample, is_in_alpha, load_mask, read_mask
-from .sounds import cut_sound, sound_samples, sounds_of_clip
+from .sounds import cut_sound, sounds_of_clip
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
 
 _log = logging.getLogger(__name__)
@@ -47,8 +55,6 @@ _Cuts = tuple[tuple[int, ...], ...]
 _MASK_ENDS = ("_mask", "-masklabel")  # the second is another trainer's
 _CONDITION_END = "-condlabel"  # another trainer's, too: what an image is made of
 _BESIDE = re.compile(r"(?i)_?(masks?|controls?|references?|condition(ing|s)?|samples?|before|after|source|target)")
-_names = partial(first, most=5)  # of files, for a warning
-_MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,7 @@ class _Picture:
         """One, or one per window of a clip."""
         assert self.size is not None
         if self.sounds and not any(self.cuts):
-            made = sound_samples(self.sounds, self.size[0], captions, self.song)
-            return [replace(each, loss_weight=loss_weight, source=self.source) for each in made]
+            return [self._of_sound(each, self.size[0], captions, loss_weight) for each in self.sounds]
         bucket = choose_bucket(self.size, buckets)
         resize, crop = plan_crop(self.size, bucket)
         mask, pair, made = str(self.mask) if self.mask else None, self.pair, []
@@ -92,6 +97,12 @@ class _Picture:
             more = tuple(captions[1:])
             made.append(Sample(str(self.path), captions[0], *cut, others=more, source=self.source, sound=sound))
         return made
+
+    def _of_sound(self, sound: SoundRequest, rows: int, captions: Sequence[str], loss_weight: float) -> Sample:
+        own, *others = (song_text(caption, {**self.song, "duration": sound.length_s}) for caption in captions)
+        size = rows, sound.cells
+        cut = (None, size, (0, 0, *size), size, (), loss_weight)
+        return Sample(sound.path, own, *cut, others=tuple(others), source=self.source, sound=sound)
 
 
 def scan_folders(
@@ -147,9 +158,8 @@ def scan_folders(
             raise ValueError(f"{picture.path}: {error}") from error
         for each in (folder.resolutions or config.resolutions)[: 1 if latent.audio_rows else None]:
             samples += picture.samples(buckets[each], captions, folder.loss_weight, config.condition) * folder.repeats
-    for names, message in _doubts(pictures, samples, plan, tables):
-        if names:
-            _log.warning("%d %s", len(names), message)
+    _warn_of_captions(pictures, tables)
+    _warn_of_pictures(pictures, samples, plan)
     _refuse_masks_outside(samples, latent, ask)
     for line in _left_out(config, roots, found, tables, latent, others, samples, ask):
         _log.warning("%s", line)
@@ -257,22 +267,24 @@ def list_files(
             raise ValueError(f"{masks[stem]} and {file.name} are both the mask of {stem}; remove one")
         masks[stem] = file
     images = sorted([*filter(_is_media_name, files), *sequences], key=lambda f: f.name)
-    message = (
+    _warn(
+        (file.name for file in files if _is_condition_name(file)),
         "images are conditions of another trainer and are not used: %s; put them into a folder of their own, named "
-        "like their images, and name it in data.folders.references"
+        "like their images, and name it in data.folders.references",
+        root,
     )
-    _warn_of_unused(root, filter(_is_condition_name, files), message)
-    dangling = [entry for entry in entries if entry.is_symlink() and not entry.exists()]
-    _warn_of_unused(root, dangling, "links lead to nothing and are not used: %s; mend or remove them")
+    dangling = (entry.name for entry in entries if entry.is_symlink() and not entry.exists())
+    _warn(dangling, "links lead to nothing and are not used: %s; mend or remove them", root)
     named = [entry for entry in entries if entry.suffix.lower() in suffixes and entry.exists()]
-    odd = [entry for entry in named if not entry.is_file() and not entry.is_dir()]  # pipes and devices
-    _warn_of_unused(root, odd, "are no ordinary files and are not used: %s; put images in their place")
+    odd = (entry.name for entry in named if not entry.is_file() and not entry.is_dir())  # pipes and devices
+    _warn(odd, "are no ordinary files and are not used: %s; put images in their place", root)
     stems = {stem_of(image) for image in images}
     for image in images:
         if stem_of(image).endswith(_MASK_ENDS) and _without_mask_end(stem_of(image)) in stems:
             raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
+    idle = (mask.name for stem, mask in masks.items() if stem not in stems)
     message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
-    _warn_of_unused(root, [mask for stem, mask in masks.items() if stem not in stems], message)
+    _warn(idle, message, root)
     if not images:
         others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent))
         raise ValueError(
@@ -292,12 +304,6 @@ def is_media(path: Path) -> bool:
 
 def _is_sound(path: Path) -> bool:
     return os.path.isfile(path) and path.suffix.lower() in SOUND_SUFFIXES
-
-
-def _warn_of_unused(root: Path, unused: Iterable[Path], message: str) -> None:
-    names = [entry.name for entry in unused]
-    if names:
-        _log.warning(f"%s: %d {message}", root, len(names), _names(names))
 
 
 def _is_mask_name(file: Path) -> bool:
@@ -325,12 +331,10 @@ def _inspect(
     tables: Tables,
     plan: ClipPlan,
     latent: LatentSpec,
-    partners: Partners | None = None,
+    partners: Partners | None,
 ) -> _Picture:
-    """Read everything about one image or clip, keeping what is wrong instead of stopping at it."""
+    """Read everything about one image, clip or sound, keeping what is wrong instead of stopping at it."""
     (path, mask), problems = files, list[str]()
-    if latent.audio_rows:
-        return _inspect_sound(folder, path, tables, plan, latent)
 
     def attempt(read: Callable[[Path], _T], file: Path) -> _T | None:
         try:
@@ -339,13 +343,20 @@ def _inspect(
             problems.append(str(error))
             return None
 
-    clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
-    size, is_blank = (clip.size, False) if clip else (None if problems else attempt(look_at, path)) or (None, False)
+    clip, cuts, is_blank, sounds = None, ((),), False, None
+    if latent.audio_rows:
+        total, sounds = attempt(lambda file: cut_sound(file, plan, latent), path) or (0, ())
+        size: tuple[int, int] | None = (latent.audio_rows, total)
+    else:
+        clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
+        look = None if clip or problems else attempt(look_at, path)
+        size, is_blank = (clip.size, False) if clip else look or (None, False)
     captions, source = attempt(tables.of, path) or (None, "")
     if captions is None and folder.caption:
         captions, source = (folder.caption,), "their folder"
+    song = attempt(tables.song_of, path) if latent.audio_rows else None
     mask_size = attempt(_read_mask_size, mask) if mask else None
-    if size and mask_size and abs(math.log(aspect(mask_size) / aspect(size))) > _MASK_SHAPE_TOLERANCE:
+    if size and mask_size and is_other_shape(mask_size, size):
         problems.append(
             f"{mask}: is {mask_size[1]}x{mask_size[0]}, but its image is {size[1]}x{size[0]}; "
             "a mask needs the shape of its image"
@@ -355,24 +366,23 @@ def _inspect(
     pair = attempt(lambda file: find_pair(file, stem_of(file), partners), path) if partners else None
     if pair and pair.control and size:
         attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
-    sounds = attempt(lambda file: sounds_of_clip(file, clip, cuts, latent), path) if clip and latent.sound_rate else ()
-    is_idle = not problems and mask is not None and is_in_alpha(mask)
-    made = _Picture(path, mask, size, captions, source, tuple(problems), clip, cuts, sounds or (), pair=pair or Pair())
-    return replace(made, is_blank=is_blank, is_mask_idle=is_idle)
-
-
-def _inspect_sound(folder: FolderConfig, path: Path, tables: Tables, plan: ClipPlan, latent: LatentSpec) -> _Picture:
-    """The same of a sound alone."""
-    made = _Picture(path, None, None, None, "", ())
-    try:
-        captions, source = tables.of(path)
-        if captions is None and folder.caption:
-            captions, source = (folder.caption,), "their folder"
-        total, parts = cut_sound(path, plan, latent)
-        made = replace(made, size=(latent.audio_rows, total), captions=captions, source=source, sounds=parts)
-        return replace(made, song=tables.song_of(path))
-    except ValueError as error:
-        return replace(made, problems=(str(error),))
+    if clip and latent.sound_rate:
+        sounds = attempt(lambda file: sounds_of_clip(file, clip, cuts, latent), path)
+    return _Picture(
+        path,
+        mask,
+        size,
+        captions,
+        source,
+        tuple(problems),
+        clip,
+        cuts,
+        sounds=sounds or (),
+        song=song or {},
+        pair=pair or Pair(),
+        is_blank=is_blank,
+        is_mask_idle=not problems and mask is not None and is_in_alpha(mask),
+    )
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
@@ -412,76 +422,69 @@ def _kinds(pictures: Sequence[_Picture]) -> str:
     return "images and clips" if has_clips else "images"
 
 
-def _doubts(
-    pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipPlan, tables: Tables
-) -> Iterator[tuple[list[str], str]]:
-    """What may not be meant: the names it is about, if any, and what to say behind their number."""
-    yield from _caption_doubts(pictures, tables)
-    total, kinds = len(pictures), _kinds(pictures)
-    found = [p.path.name for p in pictures if p.is_blank]
-    yield (
-        found,
-        f"of {total} {kinds} are of one colour throughout, as a picture is that is all black or all transparent: "
-        f"{_names(found)}; take them out, unless that is what is to be learnt",
+def _warn(names: Iterable[str], message: str, root: Path | None = None) -> None:
+    """Of what may not be meant, unless there is none. message: what is said behind the number; %s is some names."""
+    if found := list(names):
+        _log.warning(f"%s%d {message}", f"{root}: " if root else "", len(found), first(found, most=5))
+
+
+def _warn_of_pictures(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipPlan) -> None:
+    _warn(
+        (p.path.name for p in pictures if p.is_blank),
+        f"of {len(pictures)} {_kinds(pictures)} are of one colour throughout, as a picture is that is all black or all "
+        "transparent: %s; take them out, unless that is what is to be learnt",
     )
-    found = [p.mask.name for p in pictures if p.mask and p.is_mask_idle]
-    yield (
-        found,
-        f"masks are of one brightness throughout, and their transparency is not looked at: {_names(found)}; save what "
-        "counts as white and what does not as black",
+    _warn(
+        (p.mask.name for p in pictures if p.mask and p.is_mask_idle),
+        "masks are of one brightness throughout, and their transparency is not looked at: %s; save what counts as "
+        "white and what does not as black",
     )
     sizes = {str(p.path): p.size or (0, 0) for p in pictures}
-    smaller = dict.fromkeys(s.path for s in samples if any(map(lt, sizes[s.path], s.resize)))
-    found = [Path(path).name for path in smaller]
-    yield (
-        found,
-        f"of {len(sizes)} images are smaller than the size they are trained at and are upscaled: {_names(found)}; "
-        "lower data.resolutions or use larger images",
+    _warn(
+        (Path(path).name for path in dict.fromkeys(s.path for s in samples if any(map(lt, sizes[s.path], s.resize)))),
+        f"of {len(sizes)} images are smaller than the size they are trained at and are upscaled: %s; lower "
+        "data.resolutions or use larger images",
     )
     clips = [(p.path.name, p.clip) for p in pictures if p.clip]
-    found = [name for name, clip in clips if is_slower(clip, plan.fps)]
-    yield (
-        found,
-        f"of {len(clips)} clips have fewer than {plan.fps or 0:g} frames per second, so frames come twice: "
-        f'{_names(found)}; set data.fps to theirs, or to "source"',
+    _warn(
+        (name for name, clip in clips if is_slower(clip, plan.fps)),
+        f"of {len(clips)} clips have fewer than {plan.fps or 0:g} frames per second, so frames come twice: %s; set "
+        'data.fps to theirs, or to "source"',
     )
-    found = [name for name, clip in clips if clip.is_hdr]
-    yield (
-        found,
-        f"of {len(clips)} clips are HDR and look washed out as they are read: {_names(found)}; convert them to SDR "
-        "first",
+    _warn(
+        (name for name, clip in clips if clip.is_hdr),
+        f"of {len(clips)} clips are HDR and look washed out as they are read: %s; convert them to SDR first",
     )
 
 
-def _caption_doubts(pictures: Sequence[_Picture], tables: Tables) -> Iterator[tuple[list[str], str]]:
-    total, kinds = len(pictures), _kinds(pictures)
-    found = [p.path.name for p in pictures if p.captions is None]
-    yield (
-        found,
-        f"of {total} {kinds} have no caption file and are trained with an empty caption: {_names(found)}; "
-        "write the caption of name.png into name.txt",
+def _warn_of_captions(pictures: Sequence[_Picture], tables: Tables) -> None:
+    of_all = f"of {len(pictures)} {_kinds(pictures)}"
+    _warn(
+        (p.path.name for p in pictures if p.captions is None),
+        f"{of_all} have no caption file and are trained with an empty caption: %s; write the caption of name.png into "
+        "name.txt",
     )
     empty = [p for p in pictures if p.captions and not all(p.captions)]
-    found = [str(caption_file(p.path)) if p.source in TEXT_FILES else f"{p.path.name} in {p.source}" for p in empty]
-    yield (
-        found,
-        f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
-        f"caption: {_names(found)}; write the captions anew, or delete the files if no caption is meant",
+    _warn(
+        (str(caption_file(p.path)) if p.source in TEXT_FILES else f"{p.path.name} in {p.source}" for p in empty),
+        f"of {len(pictures)} caption files are empty, as a full disk leaves them, and their images are trained with an "
+        "empty caption: %s; write the captions anew, or delete the files if no caption is meant",
     )
-    found = [f"{name!r:.100}" for name in tables.strange]
-    yield found, f"entries of JSON files name no image or clip that is read: {_names(found)}; take them out"
-    found = [p.path.name for p in pictures if p.source in TEXT_FILES and tables.has(p.path)]
-    yield (
-        found,
-        f"of {total} {kinds} have a caption file of their own, which counts, and not the JSON file's: {_names(found)}",
+    _warn(
+        (f"{name!r:.100}" for name in tables.strange),
+        "entries of JSON files name no image or clip that is read: %s; take them out",
+    )
+    own = [p.path for p in pictures if p.source in TEXT_FILES]
+    _warn(
+        (path.name for path in own if tables.has(path)),
+        f"{of_all} have a caption file of their own, which counts, and not the JSON file's: %s",
     )
     by_caption: dict[Path, list[str]] = {}
-    for path in dict.fromkeys(p.path for p in pictures if p.source in TEXT_FILES):
+    for path in dict.fromkeys(own):
         by_caption.setdefault(caption_file(path), []).append(path.name)
-    found = [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
-    yield (
-        found,
-        f"caption files are each the caption of several: {_names(found)}; give each image or clip a name of its own",
+    _warn(
+        (f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1),
+        "caption files are each the caption of several: %s; give each image or clip a name of its own",
     )
 
 
@@ -495,6 +498,6 @@ def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec, ask: Ca
     empty = [sample for sample, found in zip(masked, _in_threads(is_empty, masked, ask), strict=True) if found]
     if empty:
         raise ValueError(
-            f"{_names([str(s.mask_path) for s in empty])}: nothing white is left after cropping the image to its "
-            "bucket, so nothing of it would be trained; change the mask, or raise data.max_aspect_ratio"
+            f"{first([str(s.mask_path) for s in empty], most=5)}: nothing white is left after cropping the image to "
+            "its bucket, so nothing of it would be trained; change the mask, or raise data.max_aspect_ratio"
         )

@@ -8,32 +8,25 @@ not applied, and of an animation the first frame is taken.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
-
-from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as PilImage
-
-
-import importlib
 import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from PIL.Image import Image as PilImage
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from PIL.Image import Image as PilImage
+from PIL.ImageOps import exif_transpose
 
+from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
 
 _PER_PIXEL = 8  # along a side: pixels of the file that a small picture is made of
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # of EXIF
@@ -103,36 +96,20 @@ def open_image(path: str | Path, side: int = 0, most: int = 0) -> PilImage:
         most: pixels that may be decoded; left out, as many as an image may have.
     Raises: ValueError naming the file if it cannot be read as an image, or has too many pixels.
     """
-    try:
-        with opened(path) as file:
-            if side:
-                from PIL import Image
-
-                largest = (_PER_PIXEL * side, _PER_PIXEL * side)
-                if file.info.get("default_image"):
-                    file.seek(1)  # an APNG may have a still that is no part of it
-                file.draft(file.mode, largest)
-                refuse_too_large(*decoded_size(file), most)
-                file.load()
-                file.thumbnail(largest, Image.Resampling.NEAREST)
-            return to_rgb(upright(file))
-    except broken_image() as error:
-        raise ValueError(
-            f"{path} cannot be read as an image ({error}){'' if most else '; repair it or take it out of the dataset'}"
-        ) from error
-
-
-def upright(file: PilImage) -> PilImage:
-    """All pixels of an opened image, turned as EXIF says."""
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(file)
+    with naming(path), opened(path) as file:
+        if side:
+            largest = (_PER_PIXEL * side, _PER_PIXEL * side)
+            if file.info.get("default_image"):
+                file.seek(1)  # an APNG may have a still that is no part of it
+            file.draft(file.mode, largest)
+            refuse_too_large(*decoded_size(file), most)
+            file.load()
+            file.thumbnail(largest, Image.Resampling.NEAREST)
+        return to_rgb(exif_transpose(file))
 
 
 def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
     """Resize an RGB image and cut the crop out of it. uint8, [crop height, crop width, 3]"""
-    from PIL import Image
-
     height, width = request.resize
     down, right = image.height / height, image.width / width
     top, left, rows, columns = request.crop
@@ -145,7 +122,7 @@ def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
 
 
 def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
-    """(height, width) of an image as upright gives it.
+    """(height, width) of an image, turned as EXIF says.
 
     Args:
         is_decoded: decode all of it, which finds damage; else read the header alone, but for a TIFF.
@@ -159,8 +136,6 @@ def look_at(path: Path) -> tuple[tuple[int, int], bool]:
 
     Raises: as read_size, which decodes as much.
     """
-    from PIL import Image
-
     size, image = _look_at(path, is_decoded=True)
     few = (math.ceil(image.width / _PER_PIXEL), math.ceil(image.height / _PER_PIXEL))
     looks = (image.resize(few, Image.Resampling.NEAREST), image)  # in nearly all images a few pixels differ already
@@ -169,21 +144,18 @@ def look_at(path: Path) -> tuple[tuple[int, int], bool]:
 
 def _look_at(path: Path, is_decoded: bool) -> tuple[tuple[int, int], PilImage]:
     """Size as read_size, and what was decoded for it: of a JPEG an eighth of each side."""
-    try:
-        with opened(path) as image:
-            width, height = image.size
-            seen: PilImage = image
-            if image.format == "TIFF":  # Pillow turns it while it decodes it; what the header says depends on Pillow
-                seen = upright(image)
-                width, height = seen.size
-            elif is_decoded:
-                # JPEG: all of the file is read, an eighth is computed
-                image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
-                image.load()
-            exif = image.getexif() if is_decoded else _exif_of_header(image, path)
-            is_turned = image.format != "TIFF" and exif.get(_ORIENTATION, 1) in _QUARTER_TURNS
-    except broken_image() as error:
-        raise ValueError(f"{path}: cannot be read as an image ({error})") from error
+    with naming(path), opened(path) as image:
+        width, height = image.size
+        seen: PilImage = image
+        if image.format == "TIFF":  # Pillow turns it while it decodes it; what the header says depends on Pillow
+            seen = exif_transpose(image)
+            width, height = seen.size
+        elif is_decoded:
+            # JPEG: all of the file is read, an eighth is computed
+            image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
+            image.load()
+        exif = image.getexif() if is_decoded else _exif_of_header(image, path)
+        is_turned = image.format != "TIFF" and exif.get(_ORIENTATION, 1) in _QUARTER_TURNS
     return ((width, height) if is_turned else (height, width)), seen
 
 
@@ -196,7 +168,7 @@ def image_fingerprint(path: str | Path) -> str:
     with open(path, "rb") as data:
         may_be_tiff = data.read(2) in (b"II", b"MM")
     if may_be_tiff:
-        with suppress(*broken_image()), opened(path) as opened_file:
+        with suppress(*BROKEN_IMAGE), opened(path) as opened_file:
             # An uncompressed TIFF to be turned by a quarter, of a kind whose rows were once cut wrongly.
             file: Any = opened_file
             is_mapped = file.mode in _MAPPED and len(file.tile) == 1 and file.tile[0][0] == "raw"
@@ -207,8 +179,6 @@ def image_fingerprint(path: str | Path) -> str:
 
 def _exif_of_header(image: PilImage, path: Path) -> Any:
     """EXIF of an image without decoding it, as Pillow does to find what stands behind a PNG's pixels."""
-    from PIL import Image
-
     if image.format == "PNG" and "exif" not in image.info:
         with open(path, "rb") as file:
             file.seek(8)
@@ -223,8 +193,6 @@ def _exif_of_header(image: PilImage, path: Path) -> Any:
 
 def to_rgb(image: PilImage) -> Any:
     """Any kind of image as 8-bit RGB; see the top of this file."""
-    from PIL import Image
-
     if image.mode.startswith("I"):  # 16 bit; PIL would clip at 255 and leave nearly white
         values = np.asarray(image).astype(np.int64)
         return Image.fromarray((values.clip(0, 65535) // 257).astype(np.uint8)).convert("RGB")
@@ -240,22 +208,29 @@ _ANIMATED = ("PNG", "WEBP", "GIF", "AVIF", "JXL")  # one frame or many: the name
 PLUGINS = {"HEIF": "pillow-heif", "JXL": "pillow-jxl-plugin"}  # packages, whose import tells Pillow
 MAX_PIXELS = 178_956_970  # Pillow's own limit: half a gigabyte of RGB
 _TILE = (322, 323)  # tags of TIFF: width and height
+# What opening or decoding a broken image raises; SyntaxError is a broken PNG chunk's.
+BROKEN_IMAGE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 _turn, _changed = threading.Lock(), threading.Condition()
 _open_now = 0  # pixels
 
 
-def broken_image() -> tuple[type[Exception], ...]:
-    """What opening or decoding a broken image raises; SyntaxError is a broken PNG chunk's."""
-    from PIL import Image
-
-    return (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+@contextmanager
+def naming(path: str | Path, what: str = "an image") -> Iterator[None]:
+    """Say which file it was, and what would help. Raises: ValueError."""
+    try:
+        yield
+    except BROKEN_IMAGE as error:
+        if str(error).startswith(str(path)):  # an image inside a folder says its own name
+            raise
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ValueError(
+            f"{path}: cannot be read as {what} ({reason}); repair it or take it out of the dataset"
+        ) from error
 
 
 @lru_cache(maxsize=1)
 def _formats() -> tuple[str, ...]:
     """What Pillow reads here. Its init is not thread-safe: call it before threads open images."""
-    from PIL import Image
-
     for module in ("pillow_heif.HeifImagePlugin", "pillow_jxl"):
         with suppress(ImportError):
             importlib.import_module(module)
@@ -276,8 +251,6 @@ def animation_suffixes() -> tuple[str, ...]:
 
 
 def _suffixes_of(wanted: tuple[str, ...]) -> tuple[str, ...]:
-    from PIL import Image
-
     known = _formats()
     found = {suffix: kind for suffix, kind in Image.registered_extensions().items() if kind in known}
     return tuple(sorted((each for each, kind in found.items() if kind in wanted), key=lambda s: wanted.index(found[s])))
@@ -290,8 +263,6 @@ def opened(path: str | Path) -> Iterator[PilImage]:
     Raises: ValueError if it is no ordinary file, of another format, of numbers that mean no brightness, or holds too
         many pixels; what Pillow raises for a broken one.
     """
-    from PIL import Image, UnidentifiedImageError
-
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would keep us waiting
         raise ValueError("it is no ordinary file; put an image in its place")
     with open(path, "rb") as data:

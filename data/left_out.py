@@ -52,15 +52,16 @@ class LeftOut:
             files += [entry for entry in self._entries(folder) if _ending(entry) not in image_suffixes()]
         yield from _of_files(root, files)
         looked = Looked(self._ask)
-        held = {entry: self._count(entry, looked) for entry in entries if entry.is_dir()}
+        wanted = (*suffixes, *SOUND_SUFFIXES) if latent.sound_rate else suffixes
+        held = {entry: self._count(entry, looked, wanted) for entry in entries if entry.is_dir()}
         held = {folder: number for folder, number in held.items() if number}
         if held:
             names = first([f"{folder.name} ({number})" for folder, number in held.items()], most=20)
             is_all = looked.num_seen < _MOST_LOOKED_AT
             yield (
-                f"{root}: {'' if is_all else 'at least '}{sum(held.values())} images and clips in {len(held)} "
+                f"{root}: {'' if is_all else 'at least '}{sum(held.values())} images, clips or sounds in {len(held)} "
                 f"sub-folders are not read: {names}; give "
-                "each sub-folder as a folder of its own in data.folders, and how often its images come as its repeats "
+                "each sub-folder as a folder of its own in data.folders, and how often its files come as its repeats "
                 "(10_cat: path 10_cat, repeats 10)"
                 + ("; if one is a clip, put its caption beside it, named like the folder with .txt" * latent.is_video)
             )
@@ -70,15 +71,16 @@ class LeftOut:
         files = [each for each in self._entries(root) if not _is_media_or_caption(each) and each.is_file()]
         yield from _of_files(root, files)
 
-    def _count(self, folder: Path, looked: Looked) -> int:
-        """Images and clips in a folder and all below it; through no link inside it, and not in those that are read."""
+    def _count(self, folder: Path, looked: Looked, wanted: Collection[str]) -> int:
+        """Files of these endings in a folder and all below it; through no link inside it, and not in those that are
+        read."""
         number, remaining = 0, [folder]
         while remaining and looked.num_seen < _MOST_LOOKED_AT:
             each = remaining.pop()
             if each.resolve() in self._read:
                 continue
             entries = self._entries(each, looked)
-            number += sum(map(_is_media, entries))
+            number += sum(_ending(entry) in wanted for entry in entries)
             others = (entry for entry in entries if not _is_media_or_caption(entry))
             remaining += [entry for entry in others if entry.is_dir() and not entry.is_symlink()]
         return number

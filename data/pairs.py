@@ -7,7 +7,6 @@ of frames, of that name in the folder of control.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,11 +15,10 @@ from pathlib import Path
 from ..config.job import FolderConfig
 from ..families.comfy.conditions import ConditionWay
 from ..system.files import Looked
-from .cuts import aspect
+from .cuts import is_other_shape
 from .image import image_suffixes, read_size
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip
 
-_SHAPE_TOLERANCE = 0.02  # an image and what it follows may differ by this much in aspect ratio: sizes get rounded
 _Index = Mapping[str, Sequence[Path]]
 
 
@@ -125,5 +123,5 @@ def refuse_other_shape(path: Path, size: tuple[int, int], clip: ClipInfo | None,
             f"{control}: has {info.num_frames} frames, but {path} has {clip.num_frames}; they are shown side by side"
         )
     other = info.size if info else read_size(control)
-    if abs(math.log(aspect(other) / aspect(size))) > _SHAPE_TOLERANCE:
+    if is_other_shape(other, size):
         raise ValueError(f"{control}: is {other[1]}x{other[0]}, but {path} is {size[1]}x{size[0]}; one shape is needed")

@@ -17,13 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL.ImageOps import exif_transpose
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.stopping import alive
 from .captions import uniform
 from .containers import SOUND_SUFFIXES
-from .image import ImageRequest, SoundRequest, broken_image, opened, upright
+from .image import ImageRequest, SoundRequest, naming, opened
 from .video import media_fingerprint
 
 
@@ -315,7 +317,7 @@ def is_in_alpha(path: Path) -> bool:
     with opened(path) as file:
         if file.mode.startswith("I") or not file.has_transparency_data:
             return False
-        brightness, transparency = (band.getextrema() for band in upright(file).convert("LA").split())
+        brightness, transparency = (band.getextrema() for band in exif_transpose(file).convert("LA").split())
         return brightness[0] == brightness[1] and transparency != (255, 255)
 
 
@@ -324,13 +326,8 @@ def read_mask(path: Path) -> torch.Tensor:
 
     Raises: ValueError naming the file if it is broken.
     """
-    import numpy as np
-
-    try:
-        with opened(path) as file:
-            image = upright(file)
-            is_16_bit = image.mode.startswith("I")
-            values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)
-    except broken_image() as error:
-        raise ValueError(f"{path}: cannot be read as a mask ({error})") from error
+    with naming(path, "a mask"), opened(path) as file:
+        image = exif_transpose(file)
+        is_16_bit = image.mode.startswith("I")
+        values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)
     return torch.from_numpy(values / (65535 if is_16_bit else 255))

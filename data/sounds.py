@@ -9,7 +9,7 @@ silence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..families.comfy.inputs import song_text
 from ..families.spec import LatentSpec
 from .captions import stem_of
 from .containers import CONTAINER_SUFFIXES, SOUND_SUFFIXES, open_container
 from .cuts import ClipPlan
-from .image import SoundRequest
-from .samples import Sample
-from .video import ClipInfo, naming
+from .image import SoundRequest, naming
+from .video import ClipInfo
 
 _LONGEST_S = 600.0  # of a part: what the models of today make
 _LONGEST_FILE_S = 4 * 3600
@@ -33,6 +31,7 @@ _RATES = range(4_000, 192_001)
 _MOST_CHANNELS = 64
 _KEPT_CHANNELS = 2
 _SAY_LENGTH = ("flac", "wav")  # FFmpeg's names of containers that do, exactly
+_SPARE = 1  # sample that the rounding of a part's ends may want beyond a sound
 _ROUNDING = 1e-6  # of a sample or cell, in products of seconds and rates
 
 
@@ -89,7 +88,7 @@ def read_sound(request: SoundRequest, *, is_track: bool = False, is_alone: bool 
                 made[:, at : at + own.shape[1]] = own
             if end >= start + wanted:
                 break
-        if made is None or is_alone and end < start + wanted:
+        if made is None or is_alone and end + _SPARE < start + wanted:
             raise ValueError(f"it ends {(start + wanted - end) / rate:.2f} s before the part that is wanted of it")
         return torch.from_numpy(made), rate
 
@@ -148,18 +147,6 @@ def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tupl
         raise ValueError(f"{path}: lasts {seconds:.2f} s; give {1 / rate:.2f} to {_LONGEST_S:g} s, or set data.seconds")
     parts = replace(plan, lengths=(length,), fps=None).cut(ClipInfo((1, total), total))
     return total, tuple(SoundRequest(str(path), part[0] / rate, length / rate, length) for part in parts)
-
-
-def sound_samples(
-    sounds: Sequence[SoundRequest], rows: int, captions: Sequence[str], song: Mapping[str, str | int]
-) -> list[Sample]:
-    """One of each part of a sound alone. rows: of its latents. song: what is said of it beside its captions."""
-    made = []
-    for each in sounds:
-        own, *others = (song_text(caption, {**song, "duration": each.length_s}) for caption in captions)
-        size = rows, each.cells
-        made.append(Sample(each.path, own, None, size, (0, 0, *size), size, others=tuple(others), sound=each))
-    return made
 
 
 def sounds_of_clip(

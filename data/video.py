@@ -25,34 +25,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from PIL.Image import Image as PilImage
+from PIL.ImageOps import exif_transpose
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.files import Looked
 from .containers import CONTAINER_SUFFIXES, find_kind, open_container
 from .image import (
+    BROKEN_IMAGE,
     MAX_PIXELS,
     ImageRequest,
     among_open,
     animation_suffixes,
-    broken_image,
     cut_out,
     image_fingerprint,
     image_suffixes,
+    naming,
     open_image,
     opened,
     read_pixels,
     read_size,
     refuse_too_large,
     to_rgb,
-    upright,
 )
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as PilImage
 
 CLIP_SUFFIXES = (*CONTAINER_SUFFIXES, ".gif")  # clips by their names
 
@@ -95,7 +95,7 @@ def is_clip(path: Path) -> bool:
     try:
         with opened(path) as file:
             return getattr(file, "n_frames", 1) > 1
-    except broken_image():
+    except BROKEN_IMAGE:
         return False
 
 
@@ -110,7 +110,7 @@ def probe_clip(path: Path, *, is_decoded: bool = True) -> ClipInfo:
             frames of animations and videos are not counted.
     Raises: ValueError naming the file and what is wrong with it; RuntimeError without PyAV.
     """
-    with naming(path):
+    with naming(path, "a clip"):
         if path.is_dir():
             return _probe_sequence(path, is_decoded)
         if path.suffix.lower() in animation_suffixes():
@@ -137,7 +137,7 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
         return read_pixels(request)[:, None]
     path, wanted = Path(request.path), sorted(set(request.frames))
     pixels = np.empty((len(wanted), *request.crop[2:], 3), dtype=np.uint8)
-    with naming(path):
+    with naming(path, "a clip"):
         found = 0
         for found, image in enumerate(_images(path, wanted), 1):
             pixels[found - 1] = cut_out(image, request)
@@ -154,7 +154,7 @@ def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
         most: pixels that may be decoded; left out, as many as an image may have.
     Raises: ValueError naming the file if it cannot be read; RuntimeError without PyAV.
     """
-    with naming(path):
+    with naming(path, "a clip"):
         if path.suffix.lower() in CONTAINER_SUFFIXES and not path.is_dir():
             with _opened(path, most) as (container, stream):
                 image = _to_image(_first_frame(container, stream), stream.sample_aspect_ratio)
@@ -194,20 +194,6 @@ def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
         return (open_image(files[index]) for index in wanted if index < len(files))
     is_animation = path.suffix.lower() in animation_suffixes()
     return _animation_images(path, wanted) if is_animation else _container_images(path, wanted)
-
-
-@contextmanager
-def naming(path: Path, what: str = "a clip") -> Iterator[None]:
-    """Say which file it was, and what would help."""
-    try:
-        yield
-    except broken_image() as error:
-        if str(error).startswith(str(path)):  # an image inside a folder says its own name
-            raise
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ValueError(
-            f"{path}: cannot be read as {what} ({reason}); repair it or take it out of the dataset"
-        ) from error
 
 
 # --- folders of images -----------------------------------------------------------------------------------------------
@@ -257,7 +243,7 @@ def _probe_animation(path: Path) -> ClipInfo:
     end, size = 0.0, (0, 0)
     for file, duration in _animation_frames(path):
         if not times:
-            width, height = upright(file).size
+            width, height = exif_transpose(file).size
             size = (height, width)
         times.append(end)
         end += duration
@@ -267,7 +253,7 @@ def _probe_animation(path: Path) -> ClipInfo:
 def _animation_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
     for index, (file, _) in enumerate(_animation_frames(path)):
         if index in wanted:
-            yield to_rgb(upright(file))
+            yield to_rgb(exif_transpose(file))
         if index >= wanted[-1]:
             return
 
@@ -395,8 +381,6 @@ def _on_screen(frames: Iterator[Any], times: Sequence[int]) -> Iterator[Any]:
 
 def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:
     """A frame in RGB, upright, with square pixels."""
-    from PIL import Image
-
     is_transparent = any(component.is_alpha for component in frame.format.components)
     # PyAV before 17 converts by BT.601 and limited range, whatever the frame says, unless source and target differ in
     # what it is told. RGB has no range, so none is named for it.
@@ -416,8 +400,6 @@ def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:
 
 def _turn(image: PilImage, frame: Any) -> PilImage:
     """Turn and mirror as the display matrix says: column, row -> a column + c row, b column + d row."""
-    from PIL import Image
-
     stored = frame.side_data.get("DISPLAYMATRIX")
     if stored is None:
         return image

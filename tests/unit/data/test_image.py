@@ -210,7 +210,7 @@ def test_what_cannot_be_read_is_named(tmp_path, picture):
     _png_with_broken_chunk(tmp_path / "chunk.png")
     Image.new("F", (2, 2)).save(tmp_path / "float.tiff")
     for name in ("missing.png", "text.png", "cut.png", "chunk.png", "float.tiff"):
-        with pytest.raises(ValueError, match=f"{name} cannot be read as an image"):
+        with pytest.raises(ValueError, match=f"{name}: cannot be read as an image"):
             read_pixels(_whole(tmp_path / name, 2, 2))
 
 

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -17,6 +18,7 @@ from devicebridge.data.image import ImageRequest, image_suffixes
 from devicebridge.data.samples import Sample
 from devicebridge.data.video import probe_clip, read_frames
 from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import LatentSpec
 from devicebridge.system import files
 from devicebridge.tests.clips import COLOURS, middle_colours, plain_frames, save_sequence
 from PIL import Image
@@ -139,16 +141,21 @@ def test_nothing_is_said_of_a_folder_that_is_read_whole(tmp_path: Path, caplog: 
     assert _counts(caplog) == []
 
 
-@pytest.mark.parametrize("latent", [IMAGES, CLIPS], ids=["images", "clips"])
-def test_sub_folders_are_named_with_what_they_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture, latent) -> None:
+@pytest.mark.parametrize(
+    ("latent", "sounds"),
+    [(IMAGES, 0), (CLIPS, 0), (replace(CLIPS, sound_rate=25.0), 1)],
+    ids=["images", "clips", "sound"],
+)
+def test_sub_folders_are_named_with_what_they_hold(tmp_path: Path, caplog, latent: LatentSpec, sounds: int) -> None:
     _save(tmp_path / "cover.png", "words")
     for index in range(3):
         _save(tmp_path / "10_cat" / f"{index}.jpg", "a cat")
+    (tmp_path / "10_cat" / "purr.wav").write_bytes(b"")
     _save(tmp_path / "more" / "deep" / "er" / "a.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "more" / "round").symlink_to(tmp_path)
     _scan(tmp_path, latent=latent)
-    assert _counts(caplog) == [(4, {"10_cat": 3, "more": 1})]
+    assert _counts(caplog) == [(4 + sounds, {"10_cat": 3 + sounds, "more": 1})]
     assert ("put its caption beside it" in caplog.text) == latent.is_video
 
 

@@ -371,7 +371,7 @@ def test_folders_without_a_caption_beside_them_are_said_and_not_used(tmp_path, c
     (folder / "notes").mkdir()
     assert len(_scan_clips(folder)) == 4
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "18 images and clips in 2 sub-folders are not read: a (9), extra (9);" in message
+    assert "18 images, clips or sounds in 2 sub-folders are not read: a (9), extra (9);" in message
 
 
 def test_slow_clips_hdr_and_missing_captions_are_warned_of(tmp_path, caplog):

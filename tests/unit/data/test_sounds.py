@@ -42,6 +42,11 @@ def test_the_wanted_part_of_a_sound_is_its_samples_and_what_is_behind_its_end_is
     assert torch.equal(padded, torch.cat([_as_floats(values[2000:]), torch.zeros(2, 2000)], dim=1))
     with pytest.raises(ValueError, match="a.wav"):
         read_sound(longer, is_alone=True)
+    values = wave(16347 / RATE, RATE)  # the last part of columns that are no whole samples long ends behind the file
+    path = save_sound(tmp_path / "b.wav", values, RATE)
+    column_s = 4096 / 44100
+    part, _ = read_sound(SoundRequest(str(path), 17 * column_s, 5 * column_s, 5), is_alone=True)
+    assert torch.equal(part, torch.cat([_as_floats(values[12632:]), torch.zeros(2, 1)], dim=1))
 
 
 def test_a_damaged_number_of_channels_reads_no_memory_of_others(tmp_path: Path):

@@ -311,7 +311,7 @@ def test_images_that_cannot_be_read_are_named_and_all_others_are_encoded(vae_fol
     whole = (tmp_path / "3.png").read_bytes()
     (tmp_path / "3.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "6.png").write_text("not a picture")
-    with pytest.raises(ValueError, match=r"(?s)3\.png cannot be read as an image.*6\.png cannot be read as an image"):
+    with pytest.raises(ValueError, match=r"(?s)3\.png: cannot be read as an image.*6\.png: cannot be read as an image"):
         _encode_images(images, vae_folder, store)
     assert len(list(store.keys())) == 8
     (tmp_path / "3.png").unlink()
