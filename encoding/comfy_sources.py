@@ -9,7 +9,7 @@ source finds its entries and computes none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,6 @@ class ComfyTexts(TextSource):
             raise ValueError(_not_here(len(missing), "captions", self.fingerprint, "text_source"))
 
     def encode_batch(self, given: Sequence[str]) -> Sequence[Entry]:
-        assert self.clip is not None
         entries = []
         for text in given:
             entry = self._encode(self.clip, text)
@@ -134,7 +133,6 @@ class ComfyLatents(LatentSource):
         return item.path, None if item.is_sound else read_frames(item), heard, item
 
     def encode_batch(self, given: Sequence[Any]) -> Sequence[Entry]:
-        assert self.vae is not None
         entries = []
         for path, pixels, heard, request in given:
             try:
@@ -239,9 +237,7 @@ class ComfyConditions(Source[Wanted]):
 
         caption, condition = item
         cut = condition.control or condition.clip
-        first = condition.clip and ImageRequest(
-            condition.clip.path, condition.clip.resize, condition.clip.crop, condition.clip.frames[:1]
-        )
+        first = condition.clip and replace(condition.clip, frames=condition.clip.frames[:1])
         return condition.paths[0], ConditionParts(
             way=self.way,
             caption=caption,
@@ -253,18 +249,18 @@ class ComfyConditions(Source[Wanted]):
         )
 
     def encode_batch(self, given: Sequence[tuple[str, ConditionParts]]) -> Sequence[Entry]:
-        return [self._encode(self._describe(each), each[1]) for each in given]
-
-    def _encode(self, what: str, parts: ConditionParts) -> Entry:
-        assert self.conditioner is not None
-        entry = read_conditioning(self.conditioner.make(parts), what, keeps_all=True)
-        if (mask := entry.pop(f"{OPTION}{NOISE_MASK}", None)) is not None:
-            entry[NOISE_MASK] = mask
-        if not WAYS[self.way].reads_text:
-            entry = {name: tensor for name, tensor in entry.items() if name not in (COND, POOLED)}
-        if reason := self.problem(shapes_of(entry)):
-            raise ValueError(f"{what} does not fit: {reason}")
-        return entry
+        entries = []
+        for each in given:
+            what = self._describe(each)
+            entry = read_conditioning(self.conditioner.make(each[1]), what, keeps_all=True)
+            if (mask := entry.pop(f"{OPTION}{NOISE_MASK}", None)) is not None:
+                entry[NOISE_MASK] = mask
+            if not WAYS[self.way].reads_text:
+                entry = {name: tensor for name, tensor in entry.items() if name not in (COND, POOLED)}
+            if reason := self.problem(shapes_of(entry)):
+                raise ValueError(f"{what} does not fit: {reason}")
+            entries.append(entry)
+        return entries
 
     def _describe(self, given: tuple[str, ConditionParts]) -> str:
         return f"the condition of {given[0]}"

@@ -136,21 +136,22 @@ def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_misfit(family: ModelFamily, folder: Path) -> Iterator[None]:
-    """What diffusers raises for a folder's files becomes one message that names the folder.
+def _as_misfit(family: ModelFamily, path: Path) -> Iterator[None]:
+    """What diffusers raises for a folder's files, or a single file, becomes one message that names it.
 
     A card without memory, a disk that fails and a file that may not be read pass: no other VAE would help.
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+    except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EACCES):
             raise
-        said = " ".join(str(error).split())[:200]
+        # NotImplementedError is how from_single_file reports missing weights, which cannot be copied from meta.
+        said = "weights are missing" if isinstance(error, NotImplementedError) else " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{folder} cannot be read as an {family.vae_class} ({type(error).__name__}: {said}); {_WHAT_WORKS}"
+            f"{path} cannot be read as an {family.vae_class} ({type(error).__name__}: {said}); {_WHAT_WORKS}"
         ) from error
 
 
@@ -160,32 +161,19 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
     vae_class = getattr(diffusers, family.vae_class)
     config = dict(_config_of(family, variant))
     if "encoder.conv_in.weight" not in tensors:
-        from diffusers.loaders.single_file_utils import SingleFileComponentError
-
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _as_misfit(family, file):
             text = json.dumps({**config, "_class_name": family.vae_class})
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             options = {"config": folder, "torch_dtype": torch.float32, "local_files_only": True}
-            try:
-                vae = vae_class.from_single_file(tensors, **options)
-            except (SingleFileComponentError, NotImplementedError, ValueError) as error:
-                raise _misfit(file, family.vae_class, error) from error
+            vae = vae_class.from_single_file(tensors, **options)
         _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
         return vae
     vae = vae_class.from_config(config)
-    try:
+    with _as_misfit(family, file):  # shapes
         missing, unexpected = vae.load_state_dict(ldm_to_diffusers(tensors), strict=False)
-    except RuntimeError as error:  # shapes
-        raise _misfit(file, family.vae_class, error) from error
     _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
     _refuse(file, "has unknown", unexpected)
     return vae
-
-
-def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
-    # NotImplementedError is how from_single_file reports missing weights: they are still on meta and cannot be copied.
-    reason = "weights are missing" if isinstance(error, NotImplementedError) else str(error).splitlines()[-1].strip()
-    return ValueError(f"{file} does not hold the weights of the requested {vae_class} ({reason}); {_WHAT_WORKS}")
 
 
 def _refuse(source: Path, how: str, names: Sequence[str]) -> None:

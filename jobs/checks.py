@@ -19,10 +19,11 @@ from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.model_class import with_defaults
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
-from ..config.job import FolderConfig, JobConfig, OptimizerConfig, job_keys, values_at
+from ..config.job import FolderConfig, JobConfig, job_keys, values_at
 from ..config.model import has_stages
 from ..data.captions import TEXT_FILES
 from ..data.folders import concepts
+from ..data.samples import Sample
 from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
 from ..encoding.text_place import check_text_device
@@ -223,48 +224,20 @@ def give_cautions(plan: JobPlan) -> None:
 
     Raises: ValueError naming a model file that cannot be read.
     """
-    for line in filter(
-        None,
-        [
-            describe_idle(plan.job),
-            _unused_trigger(plan),
-            *_odd_rate(plan.job.optimizer),
-            _nothing_held(plan),
-            _trained_on(plan),
-            _no_sound(plan),
-            _zero_weights(plan),
-            describe_expert(plan),
-            _which_expert(plan),
-        ],
-    ):
-        _log.warning("%s", line)
+    of_settings = _of_settings(plan.job, plan.samples, is_expert=plan.variant.is_expert)
+    for line in (describe_idle(plan.job), *of_settings, *_of_files(plan), describe_expert(plan)):
+        if line:
+            _log.warning("%s", line)
 
 
-def _which_expert(plan: JobPlan) -> str:
-    """What is missing, or does not fit its file's name, about one of two experts that ComfyUI loads."""
-    expert, name = plan.job.objective.expert, Path(plan.job.model.path).name
-    if plan.variant.is_expert and not expert:
-        return (
-            f"{name} is one of Wan 2.2's two experts, and objective.expert does not say which: it is trained at all "
-            'noise levels, and draws at some of them only; set it to "high_noise" or "low_noise"'
+def _of_settings(job: JobConfig, samples: Sequence[Sample], *, is_expert: bool) -> Iterator[str]:
+    word, optimizer = job.data.trigger_word.strip(), job.optimizer
+    captions = [caption.lower() for sample in samples for caption in sample.captions]
+    if word and captions and not any(word.lower() in each for each in captions):
+        yield (
+            f"data.trigger_word {word!r} is in none of the {len(samples)} captions; put {{trigger}} into "
+            "data.caption_template, or train on folders that are not regularisation"
         )
-    if expert and expert_by_name(Path(name)) not in ("", expert):
-        return f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
-    return ""
-
-
-def _unused_trigger(plan: JobPlan) -> str:
-    word = plan.job.data.trigger_word.strip()
-    captions = [caption.lower() for sample in plan.samples for caption in sample.captions]
-    if not word or any(word.lower() in each for each in captions) or not captions:
-        return ""
-    return (
-        f"data.trigger_word {word!r} is in none of the {len(plan.samples)} captions; put {{trigger}} into "
-        "data.caption_template, or train on folders that are not regularisation"
-    )
-
-
-def _odd_rate(optimizer: OptimizerConfig) -> Iterator[str]:
     if "lr" in optimizer.options:
         yield (
             f"optimizer.options.lr = {optimizer.options['lr']!r} is ignored: the learning rate is "
@@ -275,22 +248,21 @@ def _odd_rate(optimizer: OptimizerConfig) -> Iterator[str]:
             f"optimizer.learning_rate = {optimizer.learning_rate:g} is a factor of the rate that prodigy finds, and "
             "makes it as much smaller; 1 is usual"
         )
+    if job.objective.masked_prior and not (job.data.use_masks and any(sample.mask_path for sample in samples)):
+        yield "objective.masked_prior holds what loss masks leave black, and no image has one that is used; remove it"
+    if job.cache.has_sound and samples and not any(sample.has_sound for sample in samples):
+        yield "cache.stock_audio_vae has no effect: no clip has a track of sound, or a sound file of its name"
+    expert, name = job.objective.expert, Path(job.model.path).name
+    if is_expert and not expert:
+        yield (
+            f"{name} is one of Wan 2.2's two experts, and objective.expert does not say which: it is trained at all "
+            'noise levels, and draws at some of them only; set it to "high_noise" or "low_noise"'
+        )
+    if expert and expert_by_name(Path(name)) not in ("", expert):
+        yield f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
 
 
-def _nothing_held(plan: JobPlan) -> str:
-    has_masks = plan.job.data.use_masks and any(sample.mask_path for sample in plan.samples)
-    if not plan.job.objective.masked_prior or has_masks:
-        return ""
-    return "objective.masked_prior holds what loss masks leave black, and no image has one that is used; remove it"
-
-
-def _no_sound(plan: JobPlan) -> str:
-    if not plan.job.cache.has_sound or plan.encoded or any(sample.has_sound for sample in plan.samples):
-        return ""
-    return "cache.stock_audio_vae has no effect: no clip has a track of sound, or a sound file of its name"
-
-
-def _trained_on(plan: JobPlan) -> str:
+def _of_files(plan: JobPlan) -> Iterator[str]:
     known: dict[int, list[str]] = {}  # by size, for only files of equal sizes are read
     for path in dict.fromkeys(sample.path for sample in plan.samples):
         known.setdefault(_num_bytes(path), []).append(path)
@@ -299,12 +271,18 @@ def _trained_on(plan: JobPlan) -> str:
         alike = known.get(_num_bytes(path), [])
         if path in alike or alike and media_fingerprint(path) in map(media_fingerprint, alike):
             both.append(path)
-    if not both:
-        return ""
-    return (
-        f"{len(both)} of {len(evaluated)} evaluation images and clips are trained on as well, so their loss does not "
-        f"tell how the LoRA does on others: {_names(both)}; give evaluation.folder a folder of its own"
-    )
+    if both:
+        yield (
+            f"{len(both)} of {len(evaluated)} evaluation images and clips are trained on as well, so their loss does "
+            f"not tell how the LoRA does on others: {_names(both)}; give evaluation.folder a folder of its own"
+        )
+    info = plan.info
+    refuse_zeros(info.files[0].parent if len(info.files) > 1 else info.files[0], info.tensors)
+    if zeros := find_zero_weights(info.tensors):
+        yield (
+            f"{len(zeros)} of {len(info.tensors)} weights in {info.path} are all zeros: {_names(zeros)}; download the "
+            "model again, unless it was made so"
+        )
 
 
 def _num_bytes(path: str) -> int:
@@ -312,104 +290,69 @@ def _num_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _zero_weights(plan: JobPlan) -> str:
-    refuse_zeros(plan.info.files[0].parent if len(plan.info.files) > 1 else plan.info.files[0], plan.info.tensors)
-    zeros = find_zero_weights(plan.info.tensors)
-    if not zeros:
-        return ""
-    return (
-        f"{len(zeros)} of {len(plan.info.tensors)} weights in {plan.info.path} are all zeros: {_names(zeros)}; "
-        "download the model again, unless it was made so"
-    )
-
-
 # ---- settings without effect ----
 
-_Test = Callable[[JobConfig], bool]
-_IMAGES: tuple[str, ...] = (
-    "resolutions",
-    "max_aspect_ratio",
-    "bucket_step",
-    "frames",
-    "fps",
-    "window",
-    "seconds",
-    "trigger_word",
-    "caption_lines",
-)
-_IMAGES += ("shuffle_tags", "tag_dropout")
-_IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
-    (("schedule.min_factor",), lambda job: job.schedule.name == "constant", "schedule.name is constant"),
-    (
-        ("schedule.warmup_steps",),
+# Keys -> when they have no effect, and why.
+_IDLE: dict[str, tuple[Callable[[JobConfig], bool], str]] = {
+    "schedule.min_factor": (lambda job: job.schedule.name == "constant", "schedule.name is constant"),
+    "schedule.warmup_steps": (
         lambda job: job.schedule.warmup_steps >= job.train.steps,
         "all of train.steps pass before the full learning rate is reached",
     ),
-    (
-        ("model.rotation",),
+    "model.rotation": (
         lambda job: job.model.quantize not in ("int8-compute", "auto"),
         "model.quantize is not int8-compute",
     ),
-    (("output.use_ema", "samples.use_ema"), lambda job: not job.train.ema_decay, "train.ema_decay keeps no average"),
-    (
-        tuple(f"samples.{name}" for name in ("every_steps", "before_first", "seed", "steps", "guidance"))
-        + tuple(f"samples.{name}" for name in ("width", "height", "frames", "vae")),
-        lambda job: not job.samples.prompts,
-        "there are no samples.prompts",
-    ),
-    (
-        ("evaluation.every_steps", "evaluation.quantiles", "evaluation.seed"),
+    "output.use_ema samples.use_ema": (lambda job: not job.train.ema_decay, "train.ema_decay keeps no average"),
+    "samples.every_steps samples.before_first samples.seed samples.steps samples.guidance samples.width samples.height "
+    "samples.frames samples.vae": (lambda job: not job.samples.prompts, "there are no samples.prompts"),
+    "evaluation.every_steps evaluation.quantiles evaluation.seed": (
         lambda job: not job.evaluation.folder,
         "there is no evaluation.folder",
     ),
-    (
-        ("objective.logit_mean", "objective.logit_std"),
+    "objective.logit_mean objective.logit_std": (
         lambda job: job.objective.timestep_sampling not in ("", "logit_normal"),
         "objective.timestep_sampling is not logit_normal",
     ),
-    (("lora.alpha",), lambda job: job.lora.kind == "oft", "OFT has no alpha"),
-    (
-        ("objective.min_snr_gamma",),
+    "lora.alpha": (lambda job: job.lora.kind == "oft", "OFT has no alpha"),
+    "objective.min_snr_gamma": (
         lambda job: job.objective.loss_weighting != "min_snr",
         "objective.loss_weighting is not min_snr",
     ),
-    (
-        ("objective.sigmoid_scale",),
+    "objective.sigmoid_scale": (
         lambda job: job.objective.timestep_sampling not in ("", "sigmoid"),
         "objective.timestep_sampling is not sigmoid",
     ),
-    (
-        ("cache.text_window_gb",),
+    "cache.text_window_gb": (
         lambda job: job.cache.text_device not in ("auto", "stream"),
         "cache.text_device is neither auto nor stream",
     ),
-    (("parallel.hang_timeout_s",), lambda job: True, "parallel.timeout_s says how long work may take"),
-    (("train.cuda_graphs",), lambda job: True, "blocks are not recorded any more"),
-    (("split.calibrate",), lambda job: True, "blocks are not timed any more"),
-    (("parallel.shard_degree",), lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
-    (
-        ("parallel.microbatches_ahead",),
+    "parallel.hang_timeout_s": (lambda job: True, "parallel.timeout_s says how long work may take"),
+    "train.cuda_graphs": (lambda job: True, "blocks are not recorded any more"),
+    "split.calibrate": (lambda job: True, "blocks are not timed any more"),
+    "parallel.shard_degree": (lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
+    "parallel.microbatches_ahead": (
         lambda job: (strategy := job.parallel.requested) is not None and not has_stages(strategy),
         "parallel.strategy is not pipeline",
     ),
-    (
-        ("data.reference_megapixels",),
-        lambda job: job.data.condition != "reference",
-        "data.condition is not reference",
-    ),
-    (
-        ("data.keep_tags", "data.tag_variants"),
+    "data.reference_megapixels": (lambda job: job.data.condition != "reference", "data.condition is not reference"),
+    "data.keep_tags data.tag_variants": (
         lambda job: not (job.data.shuffle_tags or job.data.tag_dropout),
         "there is neither data.shuffle_tags nor data.tag_dropout",
     ),
-    (tuple(f"data.{name}" for name in _IMAGES), lambda job: bool(job.data.encoded), "data.encoded is encoded already"),
-)
+    "data.resolutions data.max_aspect_ratio data.bucket_step data.frames data.fps data.window data.seconds "
+    "data.trigger_word data.caption_lines data.shuffle_tags data.tag_dropout": (
+        lambda job: bool(job.data.encoded),
+        "data.encoded is encoded already",
+    ),
+}
 
 
 def describe_idle(job: JobConfig) -> str:
     """What is set and has no effect, with the reasons; "" for nothing."""
     found = []
-    for keys, is_idle, why in _IDLE:
-        if is_idle(job) and (given := [key for key in keys if values_at(job, key) != [job_keys()[key].default]]):
+    for keys, (is_idle, why) in _IDLE.items():
+        given = [key for key in keys.split() if values_at(job, key) != [job_keys()[key].default]]
+        if given and is_idle(job):
             found.append(f"{', '.join(given)} ({why})")
     return f"without effect, as this job is: {'; '.join(found)}" if found else ""

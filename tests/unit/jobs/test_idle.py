@@ -1,12 +1,15 @@
 """Settings that would pass and mean nothing: refused, or named before anything is computed."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devicebridge.config.job import JobConfig, job_keys, make_job
-from devicebridge.jobs.checks import _IDLE, _REPEATS, _odd_rate, describe_idle, refuse_overlaps, refuse_repeats
+from devicebridge.data.image import SoundRequest
+from devicebridge.data.samples import Sample
+from devicebridge.jobs.checks import _IDLE, _REPEATS, _of_settings, describe_idle, refuse_overlaps, refuse_repeats
 from devicebridge.jobs.job import _resolve_and_check, check_job
 from devicebridge.jobs.read_job import read_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -155,12 +158,21 @@ def test_what_has_no_effect_is_named_with_the_reason(folder: Path) -> None:
 
 def test_each_thing_that_is_odd_about_a_rate_is_named(folder: Path) -> None:
     given = {"optimizer__name": "prodigy", "optimizer__learning_rate": 1e-4, "optimizer__options": {"lr": 1.0}}
-    ignored, factor = _odd_rate(_job(folder, **given).optimizer)
+    ignored, factor = _of_settings(_job(folder, **given), (), is_expert=False)
     assert ignored.startswith("optimizer.options.lr = 1.0 is ignored") and "is a factor of the rate" in factor
 
 
+def test_a_vae_of_sound_without_any_sound_is_told(folder: Path) -> None:
+    job = _job(folder, cache__stock_audio_vae="/a.safetensors")
+    sample = Sample("a.mp4", "", None, (2, 2), (0, 0, 2, 2), (2, 2))
+    samples = [sample, replace(sample, sound=SoundRequest("a.wav", 0.0, 1.0, 1))]
+    for given, is_idle in ((samples[:1], True), (samples, False)):
+        found = list(_of_settings(job, given, is_expert=False))
+        assert ["cache.stock_audio_vae" in each for each in found] == [True] * is_idle
+
+
 def test_every_key_of_the_table_is_one(folder: Path) -> None:
-    assert {key for keys, _, _ in _IDLE for key in keys} | set(_REPEATS) <= set(job_keys())
+    assert {key for keys in _IDLE for key in keys.split()} | set(_REPEATS) <= set(job_keys())
 
 
 def test_a_run_that_was_begun_goes_on(tmp_path: Path) -> None:

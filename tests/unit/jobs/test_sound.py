@@ -18,7 +18,7 @@ from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samp
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes, with_silence
 from devicebridge.families.spec import ComfyInputs, LatentSpec
-from devicebridge.jobs import checks, read_job
+from devicebridge.jobs import read_job
 from devicebridge.jobs.comfy_entries import read_encoded_samples, refuse_batches_with_sound, resolution_of
 from devicebridge.planning import refusal
 from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, with_sound
@@ -256,13 +256,6 @@ def test_a_plan_has_the_longest_sound_of_clips_before_anything_is_encoded(tmp_pa
     refuse_batches_with_sound([plain], 2)
     with pytest.raises(ValueError, match="batch_size"):
         refuse_batches_with_sound(clips, 2)
-
-
-def test_a_vae_of_sound_without_any_sound_is_told() -> None:
-    samples = [SimpleNamespace(has_sound=each) for each in (False, True)]
-    job = SimpleNamespace(cache=SimpleNamespace(has_sound=True))
-    plans: Any = [SimpleNamespace(job=job, encoded=(), samples=each) for each in (samples[:1], samples)]
-    assert ["cache.stock_audio_vae" in checks._no_sound(plan) for plan in plans] == [True, False]
 
 
 def test_shorter_sounds_are_advised_where_memory_lacks():
