@@ -343,7 +343,9 @@ def _inspect(
             problems.append(str(error))
             return None
 
-    clip, cuts, is_blank, sounds = None, ((),), False, None
+    clip: ClipInfo | None = None
+    cuts: _Cuts = ((),)
+    is_blank, sounds = False, None
     if latent.audio_rows:
         total, sounds = attempt(lambda file: cut_sound(file, plan, latent), path) or (0, ())
         size: tuple[int, int] | None = (latent.audio_rows, total)
