@@ -141,11 +141,7 @@ def test_nothing_is_said_of_a_folder_that_is_read_whole(tmp_path: Path, caplog: 
     assert _counts(caplog) == []
 
 
-@pytest.mark.parametrize(
-    ("latent", "sounds"),
-    [(IMAGES, 0), (CLIPS, 0), (replace(CLIPS, sound_rate=25.0), 1)],
-    ids=["images", "clips", "sound"],
-)
+@pytest.mark.parametrize(("latent", "sounds"), [(IMAGES, 0), (CLIPS, 0), (replace(CLIPS, sound_rate=25.0), 1)])
 def test_sub_folders_are_named_with_what_they_hold(tmp_path: Path, caplog, latent: LatentSpec, sounds: int) -> None:
     _save(tmp_path / "cover.png", "words")
     for index in range(3):
