@@ -50,7 +50,8 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
 - **8-bit**: the frozen weights; the LoRA stays in full precision.
 - **compile**: blocks by torch.compile.
 - **offload**: weights, and what is kept for the backward, in host memory.
-- **forecast**: memory and time are said before weights are loaded.
+- **forecast**: memory and time are said before weights are loaded; of the others time, where their forward runs without
+  numbers.
 - **newer**: the model came after ComfyUI 0.33.0. No released version that has it was run. What ran was 0.33.0 with the
   model's public source put in by hand and altered: no fused kernels, no prefix cache, no Fun control, stand-ins for
   latent formats and detection. Tests run where ComfyUI has the class. README's number of models leaves these rows out.

@@ -74,7 +74,7 @@ _SMALL = 1e-6  # of the largest gradient: what is nothing but rounding
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].split('; a step takes')[0]}"
 
 
 def prove(name: str, steps: Mapping[str, Callable[[Any], Figures]], bench: Any) -> dict[str, Figures]:
