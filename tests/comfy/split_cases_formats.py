@@ -49,7 +49,7 @@ def loaded_split(case: Case) -> None:
 
 def _lies_in_its_file(divided: Any) -> bool:
     """Whether every weight of a blocks' layer is the mapped tensor itself."""
-    tree = divided._tree()
+    tree = divided._tree
     origin = tree.executor.origin_on(divided.load_device, tree.origin)
     blocks = [(name, p) for name, p in divided.model.named_parameters() if "block" in name and p.ndim > 1]
     originals = [original_of(origin, name, parameter, CPU) for name, parameter in blocks]

@@ -302,7 +302,7 @@ def an_error_inside_a_block(case: Case) -> None:
     # Cancel is no Exception, so torch runs no hooks behind it.
     for stop in (InterruptedError("stopped by the user"), comfy.model_management.InterruptProcessingException()):
         case.refused(type(stop).__name__, functools.partial(host.sample, broken, "flux1"), type(stop))
-        bridge = divided._tree().bridge
+        bridge = divided._tree.bridge
         case.check("no forward is left running", not bridge.is_running and not bridge._local.guards)
         case.equal("the next one is right", host.sample(divided, "flux1"), reference)
 

@@ -43,9 +43,8 @@ _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the end
 class ComfyModel:
     """A model of ComfyUI's, of which nothing is loaded; HostModel says what the methods do.
 
-    Args:
-        config: what comfy.model_detection made of its file, with the type it computes in.
-        names: the file's tensors, without data, under the names ComfyUI's loader has for them, and their prefix.
+    config: what comfy.model_detection made of its file, with the type it computes in.
+    names: the file's tensors, without data, under the names ComfyUI's loader has for them, and their prefix.
     """
 
     def __init__(self, config: Any, names: Mapping[str, torch.Tensor], prefix: str, row: NativeModel) -> None:

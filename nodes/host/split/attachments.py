@@ -65,9 +65,7 @@ _ROW_BY_ROW = {
 def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[tuple[str, str]]:
     """What was attached inside the diffusion model and runs unseen: the module's name, "" for anywhere, and words.
 
-    Args:
-        patcher: the MODEL as it is loaded now, object patches and injections applied.
-        own_hooks: ids of the hooks that belong to the split.
+    patcher: the MODEL, with its object patches and injections applied. own_hooks: ids of the split's hooks.
     """
     for key, value in patcher.object_patches.items():
         if key.startswith(f"{ROOT}.") and not is_compiled(value):

@@ -40,7 +40,7 @@ _CHANGING = "a LoRA that changes during sampling (a hook)"
 class _CardPatcher(_Patcher):
     """A limit on resident weights, and weights that need no copy on their way back to host memory."""
 
-    _tree: Callable[[], SplitTree]
+    _tree: SplitTree
     _main: Callable[[], SplitMixin | None]  # the main card's patcher, while there is one
     companions: tuple[Any, ...] = ()  # of the main card's, the other cards'
 
@@ -57,7 +57,7 @@ class _CardPatcher(_Patcher):
         self._unhook()
         with self._own_part(), cuda_device_context(device_to), outside([device_to]):
             extra_memory = self._without_other_objects(extra_memory)
-            limit = self._tree().plan.request.limit_bytes.get(self.load_device)
+            limit = self._tree.plan.request.limit_bytes.get(self.load_device)
             if limit is not None:
                 extra_memory = min(extra_memory, limit - self.loaded_size())
             loaded = super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)
@@ -76,7 +76,7 @@ class _CardPatcher(_Patcher):
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
         self._unhook()
-        self._tree().executor.release()
+        self._tree.executor.release()
         return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -84,7 +84,7 @@ class _CardPatcher(_Patcher):
             self._unhook()
         with self._own_part():
             if unpatch_weights:
-                self._tree().executor.release()
+                self._tree.executor.release()
             if unpatch_weights and device_to is not None:
                 self._use_origins()
             super().unpatch_model(device_to, unpatch_weights)
@@ -100,7 +100,7 @@ class _CardPatcher(_Patcher):
 
     def _unshare(self, key: str) -> None:
         """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
-        tree = self._tree()
+        tree = self._tree
         tree.executor.check_possible(_CHANGING)
         weight = get_attr(self.model, key)
         is_shared = tree.executor.has_copies or tree.executor.origin_on(self.load_device, tree.origin) is not None
@@ -118,7 +118,7 @@ class _CardPatcher(_Patcher):
             for key, value in self.object_patches.items()
             if isinstance(value, nn.Module) and any(True for _ in value.parameters()) and not is_compiled(value)
         }
-        loaded = self._tree().loaded_layers
+        loaded = self._tree.loaded_layers
         if loaded.get(self.load_device, {}) != layers and self.model.model_loaded_weight_memory > 0:
             extra_memory += self.model.model_loaded_weight_memory
             self.unpatch_model(self.offload_device, unpatch_weights=True)
@@ -127,7 +127,7 @@ class _CardPatcher(_Patcher):
 
     def _use_origins(self) -> None:
         """Point every unpatched weight back to its original in host memory instead of copying it from the card."""
-        tree, device = self._tree(), self.offload_device
+        tree, device = self._tree, self.offload_device
         origin = tree.executor.origin_on(self.load_device, tree.origin)
         if origin is None or self.is_dynamic():
             return
@@ -144,16 +144,12 @@ class ShardMixin(_CardPatcher):
     """Patcher of the blocks on one further card."""
 
     _main: Callable[[], SplitMixin | None] = staticmethod(lambda: None)
-    _tree_of_main: SplitTree
-
-    def _tree(self) -> SplitTree:
-        return self._tree_of_main
 
     def follow(self, main: SplitMixin) -> None:
         """Take over what the main patcher does to the weights. Keys of other cards do no harm."""
         self._main = weakref.ref(main)
         self.clone_base_uuid = main.clone_base_uuid  # who unloads a model and its clones means its shards too
-        self.patches = self._tree().executor.patches_on(self.load_device, main.patches, main.patches_uuid)
+        self.patches = self._tree.executor.patches_on(self.load_device, main.patches, main.patches_uuid)
         self.patches_uuid = main.patches_uuid
         self.weight_wrapper_patches = main.weight_wrapper_patches
         self.force_cast_weights = main.force_cast_weights
@@ -162,7 +158,7 @@ class ShardMixin(_CardPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         n = super().clone(*args, **kwargs)
         n.__class__ = type(self)  # packs exist whose clone() sets the class itself
-        n._tree_of_main = self._tree_of_main
+        n._tree = self._tree
         return n
 
     @contextlib.contextmanager
@@ -188,14 +184,15 @@ class SplitMixin(_CardPatcher):
     _is_own_part = False
     patches: dict[str, Any]
 
-    def _tree(self) -> SplitTree:
+    @property
+    def _tree(self) -> SplitTree:  # type: ignore[override]
         tree = tree_of(self.model)
         assert tree is not None, "a split patcher always has a split tree"
         return tree
 
     @contextlib.contextmanager
     def _own_part(self) -> Iterator[None]:
-        tree, patches = self._tree(), self.patches
+        tree, patches = self._tree, self.patches
         with tree.main_only():
             if self._is_own_part:
                 yield
@@ -229,17 +226,17 @@ class SplitMixin(_CardPatcher):
             return become_split(n, companions=self.companions)
         tree = tree_of(n.model)
         if tree is None:  # a fresh model from the file: DynamicVRAM's stand-in for scheduled LoRA
-            tree = make_tree(n.model, self._tree().plan)
+            tree = make_tree(n.model, self._tree.plan)
         # Every sampling asks for the stand-in anew and gets the same model. Its shards' patchers share the originals of
         # weights that they have patched. The first ones stay: no chain of parents grows.
-        is_known = any(companion._tree() is tree for companion in self._stand_ins)
+        is_known = any(companion._tree is tree for companion in self._stand_ins)
         become_split(n, companions=self._stand_ins if is_known else None)
         if self._makes_stand_in and not is_known:
             self._stand_ins = n.companions
         return n
 
     def get_non_dynamic_delegate(self) -> Any:
-        self._tree().executor.check_possible(_CHANGING)
+        self._tree.executor.check_possible(_CHANGING)
         self._makes_stand_in = True
         try:
             return super().get_non_dynamic_delegate()
@@ -251,7 +248,7 @@ class SplitMixin(_CardPatcher):
         found = super().get_key_patches(filter_prefix)
         backups = {key: each for companion in self.companions for key, each in companion.backup.items()}
         for key, patches in found.items():
-            original = self._tree().executor.whole_weight(key)
+            original = self._tree.executor.whole_weight(key)
             if original is None and key in backups and key not in self.hook_backup:
                 original = backups[key].weight
             if original is not None:
@@ -259,16 +256,16 @@ class SplitMixin(_CardPatcher):
         return found
 
     def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_own_part and self._tree().executor.whole_weight(key) is not None:
-            self._tree().executor.check_possible(_SAVING)
+        if not self._is_own_part and self._tree.executor.whole_weight(key) is not None:
+            self._tree.executor.check_possible(_SAVING)
         return super().patch_weight_to_device(key, device_to, *args, **kwargs)
 
     def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
-        self._tree().executor.check_possible(_SAVING)
+        self._tree.executor.check_possible(_SAVING)
         return super().model_state_dict_for_saving(*args, **kwargs)
 
     def add_object_patch(self, name: str, obj: Any) -> None:
-        self._tree().check_object_patch(name)
+        self._tree.check_object_patch(name)
         super().add_object_patch(name, obj)
 
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +274,7 @@ class SplitMixin(_CardPatcher):
     def get_free_memory(self, device: torch.device) -> float:
         """Least free memory of all cards: ComfyUI sizes batches by it, and every card holds activations."""
         free_on = super().get_free_memory
-        return min(free_on(place) for place in self._tree().plan.devices)
+        return min(free_on(place) for place in self._tree.plan.devices)
 
     # ---- ComfyUI's code that must see the main part alone
 
@@ -292,12 +289,12 @@ class SplitMixin(_CardPatcher):
 
     def partially_load(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: RuntimeError if another node has moved the main part to another device."""
-        main = self._tree().plan.main_device
+        main = self._tree.plan.main_device
         if self.load_device != main:  # not asked where ComfyUI lists shards: its tracker of outputs does so any time
             found = f"this MODEL is split from {main} on, and a node has moved it to {self.load_device}"
             raise RuntimeError(f"{found}; choose devices in the split node and take that node out")
         for key in self.weight_wrapper_patches:
-            self._tree().executor.check_possible(f"wrapping the weight {key}, as another node does,")
+            self._tree.executor.check_possible(f"wrapping the weight {key}, as another node does,")
         return super().partially_load(*args, **kwargs)
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +305,7 @@ class SplitMixin(_CardPatcher):
         self.eject_model()
         if unpatch_weights:
             self._unhook()
-        tree = self._tree()
+        tree = self._tree
         with tree.whole():  # ComfyUI could not find whole blocks of other cards in the main view
             for key in [key for key in self.object_patches_backup if tree.is_foreign(key)]:
                 set_attr(self.model, key, self.object_patches_backup.pop(key))
@@ -318,7 +315,7 @@ class SplitMixin(_CardPatcher):
 
     def patch_model(self, *args: Any, **kwargs: Any) -> Any:
         """ComfyUI's own, without the object patches inside blocks of other cards: those are the shards' to set."""
-        tree, patches = self._tree(), self.object_patches
+        tree, patches = self._tree, self.object_patches
         own = (key for key in patches if tree.is_block(key) or not tree.is_foreign(key))
         self.object_patches = {key: patches[key] for key in own}
         try:
@@ -329,7 +326,7 @@ class SplitMixin(_CardPatcher):
 
     def objects_on(self, device: torch.device) -> dict[str, Any]:
         """The object patches inside blocks of this card, and whole blocks but for compiled ones, whose names differ."""
-        tree = self._tree()
+        tree = self._tree
         return {
             key: value
             for key, value in self.object_patches.items()
@@ -337,13 +334,13 @@ class SplitMixin(_CardPatcher):
         }
 
     def inject_model(self) -> None:
-        with self._tree().whole():
+        with self._tree.whole():
             super().inject_model()
             self._place_bypass_adapters()
 
     def _place_bypass_adapters(self) -> None:
         """Bring ComfyUI's bypass LoRA, which it moves to its main device, to the card of the layer it is on."""
-        tree = self._tree()
+        tree = self._tree
         for block in filter(tree.is_foreign, tree.plan.blocks):
             for module in tree.diffusion_model.get_submodule(block).modules():
                 for hook in reachable(module.__dict__.get("forward")):
@@ -351,15 +348,15 @@ class SplitMixin(_CardPatcher):
                         hook._move_adapter_weights_to_device(tree.device_of(block))
 
     def eject_model(self) -> None:
-        with self._tree().whole():
+        with self._tree.whole():
             super().eject_model()
 
     def cleanup(self) -> None:
-        self._tree().end()  # Cancel inside a block of another card unwinds past torch's hooks
+        self._tree.end()  # Cancel inside a block of another card unwinds past torch's hooks
         super().cleanup()
 
     def apply_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        with self._tree().whole():
+        with self._tree.whole():
             return super().apply_hooks(*args, **kwargs)
 
     def patch_hooks(self, hooks: Any) -> None:
@@ -373,18 +370,18 @@ class SplitMixin(_CardPatcher):
             copy.patch_hooks(hooks)
 
     def unpatch_hooks(self, *args: Any, **kwargs: Any) -> None:
-        with self._tree().whole():
+        with self._tree.whole():
             super().unpatch_hooks(*args, **kwargs)
         for copy in self._copies:
             copy.unpatch_hooks(*args, **kwargs)
 
     @property
     def _copies(self) -> tuple[Any, ...]:
-        return self.companions if self._tree().executor.has_copies else ()
+        return self.companions if self._tree.executor.has_copies else ()
 
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:
         callbacks = super().get_all_callbacks(call_type)
-        return callbacks if self._tree().is_whole else [self._tree().whole()(callback) for callback in callbacks]
+        return callbacks if self._tree.is_whole else [self._tree.whole()(callback) for callback in callbacks]
 
 
 @functools.cache
@@ -413,12 +410,12 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
         )
         kept = {name: value for name, value in vars(patcher).items() if hasattr(unsplit, name)}  # by a pack's own class
         for companion in patcher.companions:
-            companion.__dict__.update(kept, _tree_of_main=tree)
+            companion.__dict__.update(kept, _tree=tree)
     else:
         patcher.companions = tuple(companion.clone() for companion in companions)
     patcher.size = 0
     injection = PatcherInjection(
-        inject=lambda owner: owner._tree().attach(owner), eject=lambda owner: owner._tree().detach(owner)
+        inject=lambda owner: owner._tree.attach(owner), eject=lambda owner: owner._tree.detach(owner)
     )
     patcher.set_injections(KEY, [injection])
     return patcher
