@@ -37,6 +37,7 @@ from .plan import SplitPlan
 from .shown_inputs import OVERRIDE
 
 ROOT = "diffusion_model"
+NO_PREFETCH = {"prefetch_dynamic_vbars": False}  # it would fetch the next block's weights to the main card
 KEY = "devicebridge.split"
 
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
@@ -264,18 +265,9 @@ def bring_controls_to_main(conds: list[Any], main: torch.device) -> None:
             control = control.previous_controlnet
 
 
-def guard_options(
-    options: dict[str, Any], bridge: Bridge, plan: SplitPlan, *, has_copies: bool = False
-) -> dict[str, Any]:
-    """transformer_options whose patches work on any card; the original is not modified.
-
-    has_copies: whether every card runs the whole forward, and so its own calls of patches.
-    """
-    guarded = dict(options)
-    if guarded.get("prefetch_dynamic_vbars"):
-        guarded["prefetch_dynamic_vbars"] = False  # it would fetch the next block's weights to the main card
-    if has_copies:
-        return guarded
+def guard_options(options: Mapping[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
+    """transformer_options whose patches work on any card; the original is not modified."""
+    guarded = {**options, **NO_PREFETCH}
 
     def on_main(patch: Any) -> Any:
         # forward_timestep_embed_patch is a tuple: class of a UNet's layer, and who runs such a layer

@@ -174,10 +174,11 @@ class TensorExecutor(Executor):
             found.append("a bypass LoRA")  # it would act on the main card's slices only
         check_divisible((*found, *tree.unseen_in_blocks()), options, self._plan.layout.patches_inside)
 
-    def guard(self, options: dict[str, Any]) -> dict[str, Any]:
+    def guard(self, tree: SplitTree, options: Mapping[str, Any]) -> dict[str, Any]:
+        guarded = super().guard(tree, options)
         around = options.get("wrappers", {}).get("diffusion_model")
         if not around:
-            return options
+            return guarded
         inside = self._plan.layout.patches_inside
 
         def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +187,7 @@ class TensorExecutor(Executor):
                     check_divisible((), each, inside)
             return executor(*args, **kwargs)
 
-        return {**options, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
+        return {**guarded, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
 
     def release(self) -> None:
         self.bridge.release()

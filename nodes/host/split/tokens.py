@@ -46,7 +46,7 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
-from .attachments import OVERRIDE, ROOT, check_attention, check_runnable, has_patches
+from .attachments import NO_PREFETCH, OVERRIDE, ROOT, check_attention, check_runnable, has_patches
 from .deriving import Cards, Deriving, rows_of
 from .leading import attention_of, home_of, led_by_name
 from .model_copy import RUNTIME_STATE, copy_structure
@@ -223,6 +223,9 @@ class TokensExecutor(Executor):
         self._hooks.remove()
         self._hooks.around_method(root, self._method, self._compute)
         return True
+
+    def guard(self, tree: SplitTree, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {**options, **NO_PREFETCH}  # each card calls its own patches
 
     def remove(self) -> None:
         self._hooks.remove()

@@ -83,9 +83,9 @@ class Executor:
         """Look at what other nodes did to the blocks. Raises: RuntimeError for what cannot run."""
         raise NotImplementedError
 
-    def guard(self, options: dict[str, Any]) -> dict[str, Any]:
-        """transformer_options with a check of every forward that another node's wrapper runs, if one is needed."""
-        return options
+    def guard(self, tree: SplitTree, options: Mapping[str, Any]) -> dict[str, Any]:
+        """transformer_options for every card; with a check of forwards that wrappers run, if one is needed."""
+        return guard_options(options, self.bridge, tree.plan)
 
     def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
         """Why the micro-batches of a step are not to be computed apart; "" if they are.
@@ -343,9 +343,7 @@ class SplitTree:
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
         if isinstance(kwargs.get("transformer_options"), dict):
-            options, has_copies = kwargs["transformer_options"], self.executor.has_copies
-            guarded = guard_options(options, self.bridge, self.plan, has_copies=has_copies)
-            kwargs["transformer_options"] = self.executor.guard(guarded)
+            kwargs["transformer_options"] = self.executor.guard(self, kwargs["transformer_options"])
         return self.bridge.move((args, kwargs), self.plan.main_device)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
