@@ -303,9 +303,9 @@ def tensor_is_not_split_again_nor_saved(case: Case) -> None:
     host, name = case.host, "wan_heads"
     divided = tensor(host.load(name))
     case.refused(
-        "blocks behind tensor", lambda: split(divided, way="blocks"), ValueError, "tensor", "before that split"
+        "blocks behind tensor", lambda: split(divided, way="blocks"), ValueError, "tensor", "in the node before"
     )
-    case.refused("tensor behind tensor", lambda: tensor(divided), ValueError, "tensor", "before that split")
+    case.refused("tensor behind tensor", lambda: tensor(divided), ValueError, "tensor", "in the node before")
     blocks = split(host.load(name), way="blocks")
     reference = host.reference(name)
     near(case, "tensor behind blocks", host.sample(tensor(blocks), name), reference)
