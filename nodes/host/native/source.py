@@ -140,7 +140,8 @@ def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: d
     detect = comfy.model_detection.model_config_from_unet
     config = ask_comfyui(path, "tell what model is in", lambda: detect(dict(names), prefix, metadata=metadata))
     if config is None:
-        raise ValueError(f"{path} holds no diffusion model that ComfyUI knows, or a part of one, but {first(names)}")
+        found = f"{len(names)} tensors: {first(names)}"
+        raise ValueError(f"{path} holds no diffusion model that ComfyUI knows, or a part of one, but {found}")
     return config
 
 
