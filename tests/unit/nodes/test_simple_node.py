@@ -97,8 +97,7 @@ def test_what_does_not_fit_is_refused_before_captions_are_encoded(nodes, simple,
 
 
 def test_the_nodes_button_plans_and_trains_nothing(simple: Any, host: comfy_stub.FakeHost, monkeypatch: Any) -> None:
-    error = NoForecast("a UNet", "no two blocks are alike", "2 steps take an hour")
-    monkeypatch.setattr(job_module, "plan_job", mock.Mock(side_effect=error))
+    monkeypatch.setattr(job_module, "plan_job", mock.Mock(side_effect=NoForecast("a", "b", "2 steps take an hour")))
     asked = SimpleNamespace(unique_id="7", prompt={"7": {"inputs": {"plan_only": True}}})
     monkeypatch.setattr(simple.TrainLoraSimple, "hidden", asked)
     output = simple.TrainLoraSimple.execute(**_sockets())

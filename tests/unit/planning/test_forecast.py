@@ -548,5 +548,4 @@ def test_a_forward_is_counted_as_torch_counts_it(name: str) -> None:
     model.forward = learning
     flops, num_kernels = forward_on_meta(model, info, variant, work)
     assert flops == expected.get_total_flops() > 0
-    linears = sum(isinstance(each, torch.nn.Linear) for each in model.modules())
-    assert linears < num_kernels < 40 * linears
+    assert num_kernels > sum(isinstance(each, torch.nn.Linear) for each in model.modules())
