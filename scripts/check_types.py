@@ -26,10 +26,12 @@ ROOMS = (
     "patches",
     "planning",
     "quantization",
+    "runs",
+    "sampling",
     "system",
     "training",
 )
-FILES = ("assembly.py", "events.py", "execution.py")
+FILES = ("assembly.py", "compat.py", "events.py", "execution.py")
 
 
 def main() -> int:
