@@ -28,11 +28,10 @@ _PREVIEW_SIDE = 512  # pixels; ComfyUI sends no more
 
 
 class NodeView:
-    """What a running node shows on itself. Nothing here raises on Cancel, as ComfyUI's progress bar would in the middle
-    of a training step."""
+    """What a running node shows on itself. Nothing here raises on Cancel, as ComfyUI's progress bar would."""
 
     footer = ""  # what stands behind every text of the node that runs: its warnings
-    _last = "", ""  # the node that showed text last, and what
+    _last: tuple[str, str, str] = "", "", ""  # the node that showed text last, what, and its footer then
 
     def __init__(self, node_id: str | None) -> None:
         self.node_id = str(node_id) if node_id is not None else ""
@@ -61,15 +60,16 @@ class NodeView:
         """Text on the node, replacing what was there."""
         from server import PromptServer
 
-        NodeView._last = self.node_id, text
+        NodeView._last = self.node_id, text, NodeView.footer
         if self.node_id:
             shown = "\n".join(filter(None, [text, NodeView.footer]))
             PromptServer.instance.send_progress_text(shown, self.node_id)
 
     def show_again(self) -> None:
-        """The node's last text, with warnings that have come since."""
-        node, text = NodeView._last
-        self.show_text(text if node == self.node_id else "")
+        """The node's last text, if warnings have come since."""
+        node, text, footer = NodeView._last
+        if node != self.node_id or footer != NodeView.footer:
+            self.show_text(text if node == self.node_id else "")
 
 
 def is_cancelled() -> bool:
