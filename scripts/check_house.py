@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import check_prose
+import tomlkit
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ROOT / "scripts" / "house_limits.json"
@@ -44,6 +45,7 @@ GOALS = {
     "private functions with one caller": 450,
     "lines of tests": 58000,
     "lines of documents over 120 characters": 0,
+    "mutants whose text does not stand once": 0,
 }
 ROOM_GOALS = {
     "config": 1400, "system": 950, "families": 4200, "patches": 1400, "quantization": 1650, "checkpoints": 2900,
@@ -256,9 +258,19 @@ def find_facts(root: Path) -> Facts:
     counts = [*((len(found), found) for found in lists), total, (len(modules), [each.name for each in modules])]
     counts += [(len(lonely), lonely), (sum(tests.values()), [f"{path.name} {tests[path]}" for path in most])]
     long_lines = [f"{page.relative_to(root)}:{line}" for page in _pages(root) for line in find_long_lines(page)]
-    counts.append((len(long_lines), long_lines))
+    lost = lost_mutants(root)
+    counts += [(len(long_lines), long_lines), (len(lost), lost)]
     rooms = {f"{ROOM}{room}": (count, []) for room, count in sorted(room_lines(modules).items())}
     return {**dict(zip(GOALS, counts, strict=True)), **rooms}
+
+
+def lost_mutants(root: Path) -> list[str]:
+    """Names of those in tests/mutants.toml that would change nothing, or more than they say."""
+    list_of_all = root / "tests" / "mutants.toml"
+    mutants = tomlkit.parse(list_of_all.read_text(encoding="utf-8"))["mutant"] if list_of_all.is_file() else []
+    texts = {each["file"]: root / each["file"] for each in mutants}
+    found = {name: file.read_text(encoding="utf-8") if file.is_file() else "" for name, file in texts.items()}
+    return [str(each["name"]) for each in mutants if found[each["file"]].count(each["old"]) != 1]
 
 
 def table(facts: Facts, limits: Mapping[str, int]) -> list[str]:
