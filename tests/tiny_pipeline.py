@@ -19,7 +19,9 @@ from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from PIL import Image
 
 if TYPE_CHECKING:
+    from devicebridge.jobs.checked_job import JobPlan
     from devicebridge.jobs.resume import TrainingResult
+    from devicebridge.training.batches import LoadedBatch
 
 SHORT_TEXT = 64
 
@@ -99,6 +101,21 @@ def make_cards_job(folder: Path, run: str, family_name: str = "flux2", **section
         "lora": {"dropout": 0.3}, "output": {"folder": str(folder / run), "save_every_steps": 0},
     }  # fmt: skip
     return make_tiny_job(folder, family_name, **{**values, **sections})
+
+
+def plain_loss(plan: JobPlan, model: torch.nn.Module, batch: LoadedBatch, generator: torch.Generator) -> torch.Tensor:
+    """Of diffusers' class, with nothing of ours but how inputs are named; times by a logit-normal distribution."""
+    u = torch.rand(len(batch.latents), generator=generator, dtype=torch.float64)
+    noise = torch.randn(batch.latents.shape, generator=generator)
+    t = 1 / (1 + torch.exp(-torch.special.ndtri(u)))
+    shift = TINY[plan.family.name].shift(batch.num_tokens)
+    t = (shift * t / (1 + (shift - 1) * t)).float().view(-1, 1, 1, 1, 1)
+    x = (1 - t) * batch.latents + t * noise
+    inputs = plan.family.make_inputs(x, t.flatten(), batch.text, plan.variant.training_guidance)
+    output = model(**inputs, return_dict=False)[0]
+    error = (plan.family.read_prediction(output, batch.latents) - (noise - batch.latents)) ** 2
+    weight = torch.ones_like(error) if batch.mask is None else batch.mask.expand_as(error)
+    return (error * weight).sum() / weight.sum()
 
 
 def run_steps(job: JobConfig, count: int = 1) -> TrainingResult:

@@ -19,8 +19,7 @@ from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.resume import TrainingResult, next_run
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_steps, save_tiny_dataset
-from devicebridge.tests.toy import TINY
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, plain_loss, run_steps, save_tiny_dataset
 from devicebridge.training import optimizer as optimizer_module
 from devicebridge.training.objective import make_generator
 from devicebridge.training.optimizer import clip_gradients, make_optimizer, pack_optimizer, unpack_optimizer
@@ -67,10 +66,10 @@ def _what(job: JobConfig) -> list[str]:
 
 def _loop_from(job: JobConfig, checkpoint: Path, position: tuple[int, int]) -> list[float]:
     """A fresh run that begins with a checkpoint's weights and AdamW's moments: diffusers, PEFT and torch alone."""
-    plan, family = check_job(job), check_job(job).family
+    plan = check_job(job)
     with EventLog(Path(job.output.folder) / "plain") as events:
         data, _ = cache_job(plan, events)
-    model = getattr(diffusers, family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
+    model = getattr(diffusers, plan.family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
     model.requires_grad_(False)
     targets = "|".join(name.replace(".", r"\.") for name in plan.targets)
     config = peft.LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha, target_modules=targets)
@@ -94,17 +93,8 @@ def _loop_from(job: JobConfig, checkpoint: Path, position: tuple[int, int]) -> l
         for index in range(job.train.gradient_accumulation_steps):
             chosen = order.next()
             batch = data.load(chosen.indices, chosen.captions)
-            generator = make_generator(job.train.seed, "train", step, index)
-            u = torch.rand(len(chosen.indices), generator=generator, dtype=torch.float64)
-            noise = torch.randn(batch.latents.shape, generator=generator)
-            t = 1 / (1 + torch.exp(-torch.special.ndtri(u)))
-            shift = TINY["wan"].shift(batch.num_tokens)
-            t = (shift * t / (1 + (shift - 1) * t)).float()
-            x = (1 - t).view(-1, 1, 1, 1, 1) * batch.latents + t.view(-1, 1, 1, 1, 1) * noise
-            output = model(**family.make_inputs(x, t, batch.text, plan.variant.training_guidance), return_dict=False)[0]
-            error = (family.read_prediction(output, batch.latents) - (noise - batch.latents)) ** 2
-            weight = torch.ones_like(error) if batch.mask is None else batch.mask.expand_as(error)
-            loss = (error * weight).sum() / weight.sum() / job.train.gradient_accumulation_steps
+            loss = plain_loss(plan, model, batch, make_generator(job.train.seed, "train", step, index))
+            loss /= job.train.gradient_accumulation_steps
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(trained.values(), job.train.clip_norm)

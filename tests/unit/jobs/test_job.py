@@ -29,8 +29,7 @@ from devicebridge.jobs.lora_output import _without_places
 from devicebridge.parallel.ranks.group import Ranks
 from devicebridge.system.stopping import Stopped, on_progress
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import make_tiny_job, run_steps
-from devicebridge.tests.toy import TINY
+from devicebridge.tests.tiny_pipeline import make_tiny_job, plain_loss, run_steps
 from devicebridge.training.objective import make_generator
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -46,8 +45,7 @@ def _plain_loop(job, steps):
     plan = check_job(job)
     with EventLog(Path(job.output.folder) / "plain") as events:
         data, _ = cache_job(plan, events)
-    family, variant = plan.family, plan.variant
-    model = getattr(diffusers, family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
+    model = getattr(diffusers, plan.family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
     model.requires_grad_(False)
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "transformer_blocks" in n]
     names = names or [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")]
@@ -65,17 +63,7 @@ def _plain_loop(job, steps):
     for step in range(steps):
         chosen = order.next()
         batch = data.load(chosen.indices, chosen.captions)
-        generator = make_generator(job.train.seed, "train", step, 0)
-        u = torch.rand(len(chosen.indices), generator=generator, dtype=torch.float64)
-        noise = torch.randn(batch.latents.shape, generator=generator)
-        t = 1 / (1 + torch.exp(-torch.special.ndtri(u)))
-        shift = TINY[family.name].shift(batch.num_tokens)
-        t = (shift * t / (1 + (shift - 1) * t)).float()
-        x = (1 - t).view(-1, 1, 1, 1, 1) * batch.latents + t.view(-1, 1, 1, 1, 1) * noise
-        output = model(**family.make_inputs(x, t, batch.text, variant.training_guidance), return_dict=False)[0]
-        error = (family.read_prediction(output, batch.latents) - (noise - batch.latents)) ** 2
-        weight = torch.ones_like(error) if batch.mask is None else batch.mask.expand_as(error)
-        loss = (error * weight).sum() / weight.sum()
+        loss = plain_loss(plan, model, batch, make_generator(job.train.seed, "train", step, 0))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
