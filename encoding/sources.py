@@ -89,8 +89,6 @@ def fingerprints_of(paths: Iterable[str]) -> dict[str, str]:
 
 
 class LatentSource(Source[ImageRequest]):
-    """Reads an image or clip as its path and pixels, [3, F, height, width], float32 in -1..1; an image is one frame."""
-
     what = "images"
 
     def keys_of(self, items: Iterable[ImageRequest]) -> dict[ImageRequest, str]:
@@ -102,16 +100,7 @@ class LatentSource(Source[ImageRequest]):
         """content: hashes of the request's files."""
         raise NotImplementedError
 
-    def read(self, item: ImageRequest) -> tuple[str, torch.Tensor]:
-        return item.path, read_frames(item)
-
-    def encode_batch(self, given: Sequence[tuple[str, torch.Tensor]]) -> Sequence[Entry]:
-        return [self._encode(pixels, path) for path, pixels in given]
-
-    def _encode(self, pixels: torch.Tensor, path: str) -> Entry:
-        raise NotImplementedError
-
-    def _describe(self, given: tuple[str, torch.Tensor]) -> str:
+    def _describe(self, given: Any) -> str:
         return f"the latents of {given[0]}"
 
 
@@ -224,12 +213,19 @@ class FolderLatents(LatentSource):
     def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
         return latent_key(content[request.path], request, self._settings)
 
+    def read(self, item: ImageRequest) -> tuple[str, torch.Tensor]:
+        """Its path and pixels, [3, F, height, width], float32 in -1..1; an image is one frame."""
+        return item.path, read_frames(item)
+
     def load(self) -> None:
         self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)
 
     def problem_of(self, entry: Entry, given: tuple[str, torch.Tensor]) -> str:
         remedy = f'are not finite in {self.dtype}; set cache.dtype to "bfloat16" or "float32"'
         return "" if _is_finite(entry) else f"{self._describe(given)} {remedy}"
+
+    def encode_batch(self, given: Sequence[tuple[str, torch.Tensor]]) -> Sequence[Entry]:
+        return [self._encode(pixels, path) for path, pixels in given]
 
     def _encode(self, pixels: torch.Tensor, path: str) -> Entry:
         """Raises: RuntimeError naming the file if its latents are fewer than its frames make."""

@@ -18,10 +18,10 @@ from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
 from ..encoding.claims import has_living_runs
 from ..encoding.comfy_data import store_of_encoded
-from ..encoding.comfy_sources import ComfyConditions, ComfyLatents
+from ..encoding.comfy_sources import ComfyLatents
 from ..encoding.encode import NONE_OUTDATED, fill, never
 from ..encoding.key import comfy_text_key
-from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
+from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Source, TextSource
 from ..encoding.store import CacheStore, Stamp, State
 from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
@@ -88,17 +88,13 @@ def cache_job(
 
         Raises: what fill_cache raises; RuntimeError where the device has no room beside the model.
         """
-        captions = [caption for caption, keys in texts.items() if key in keys]
-        requests = [request for request, other in latent_keys.items() if other == key]
-        wanted = [each for each, other in conditions.items() if other == key]
         states = random_states(plan.placement.used_devices)
+        made: tuple[Mapping[Any, Any], ...] = texts, latent_keys, conditions
         try:
-            for source in _text_sources(plan, encoders) if captions else ():
-                fill(captions[:1], source, store)
-            if requests:
-                fill(requests[:1], _latent_source(plan, encoders), store)
-            if wanted:
-                fill(wanted[:1], _condition_source(plan, encoders), store)
+            for part, keys in zip(CACHE_PARTS, made, strict=True):
+                wanted = [item for item, own in keys.items() if key in ([own] if isinstance(own, str) else own)]
+                for source in _work(plan, part, encoders)[1] if wanted else ():
+                    fill(wanted[:1], source, store)
         finally:
             restore_random_states(states)
 
@@ -198,26 +194,36 @@ def fill_cache(
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
         naming the images that cannot be read. What was done stays in the cache.
     """
-    wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
-    if plan.encoded or part == "conditions" and not wanted:
+    if plan.encoded or part == "conditions" and not plan.job.data.condition:
         return {}
     events.emit("phase", name=part)
-    pace, store = Pace(), cache_store(plan.job)
+    pace, store, (items, sources) = Pace(), cache_store(plan.job), _work(plan, part, encoders)
     options: dict[str, Any] = {"outdated": outdated, "on_begin": pace.restart}
     tell = tell_progress(events, pace)
+    made = [fill(items, source, store, tell, should_stop, **options) for source in sources]
     if part == "captions":
-        captions, sources = _captions(plan), _text_sources(plan, encoders)
-        made = [fill(captions, source, store, tell, should_stop, **options) for source in sources]
-        return {caption: tuple(keys[caption] for keys in made) for caption in captions}
-    if part == "conditions":
-        return fill(wanted, _condition_source(plan, encoders), store, tell, should_stop, **options)
-    requests = [each.image_request() for each in (*plan.samples, *plan.eval_samples)]
-    keys = fill(requests, _latent_source(plan, encoders), store, tell, should_stop, **options)
-    release_cached_memory()
-    return keys
+        return {caption: tuple(keys[caption] for keys in made) for caption in items}
+    if part == "latents":
+        release_cached_memory()
+    return made[0]
 
 
-def _text_sources(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Sequence[TextSource]:
+def _work(
+    plan: JobPlan, part: CachePart, encoders: ComfyEncoders = NO_ENCODERS
+) -> tuple[Sequence[Any], Sequence[Source[Any]]]:
+    """What the entries of this part are made of, and who makes them."""
+    samples = (*plan.samples, *plan.eval_samples)
+    match part:
+        case "captions":
+            return captions_of(plan.job, samples), _text_sources(plan, encoders)
+        case "latents":
+            return [each.image_request() for each in samples], [_latent_source(plan, encoders)]
+        case "conditions":
+            wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
+            return wanted, [comfy_conditions(plan.job, comfy_reader(plan), encoders)] if wanted else []
+
+
+def _text_sources(plan: JobPlan, encoders: ComfyEncoders) -> Sequence[TextSource]:
     settings = plan.job.cache
     if settings.text_source:
         return [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=plan.job.lora.text_encoder)]
@@ -236,7 +242,7 @@ def _refuse_unnamed(is_asked: bool) -> None:
         raise RuntimeError("the job names encoders that only ComfyUI loads, and nothing has loaded them")
 
 
-def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> LatentSource:
+def _latent_source(plan: JobPlan, encoders: ComfyEncoders) -> LatentSource:
     settings = plan.job.cache
     if settings.latent_source:
         refuse_other(settings.latent_source, encoders.vae, "latent_source")
@@ -254,16 +260,14 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     if plan.encoded:
         keys = [each.text_keys if part == "captions" else (each.latents_key,) for each in plan.encoded]
         return {key: f"{part} of sample {number}" for number, (key,) in enumerate(keys, start=1)}
+    items, sources = _work(plan, part)
+    entries = [pair for source in sources for pair in source.keys_of(items).items()]
     if part == "captions":
-        entries = [source.keys_of(_captions(plan)).items() for source in _text_sources(plan)]
-        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for each in entries for caption, key in each}
+        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, key in entries}
     if part == "conditions":
-        wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
-        made = _condition_source(plan).keys_of(wanted) if wanted else {}
-        return {key: f"condition of {condition.paths[0]}" for (_, condition), key in made.items()}
-    images = _latent_source(plan).keys_of(each.image_request() for each in (*plan.samples, *plan.eval_samples))
-    kinds = {each: "sound" if each.is_sound else "clip" if each.frames else "image" for each in images}
-    return {key: f"{kinds[request]} {request.path}" for request, key in images.items()}
+        return {key: f"condition of {condition.paths[0]}" for (_, condition), key in entries}
+    kinds = {each: "sound" if each.is_sound else "clip" if each.frames else "image" for each, _ in entries}
+    return {key: f"{kinds[request]} {request.path}" for request, key in entries}
 
 
 def captions_of(job: JobConfig, samples: Iterable[Sample]) -> list[str]:
@@ -273,10 +277,6 @@ def captions_of(job: JobConfig, samples: Iterable[Sample]) -> list[str]:
     """
     captions = set() if _has_own_texts(job) else {caption for sample in samples for caption in sample.captions}
     return sorted({"", *captions, *job.samples.prompts})
-
-
-def _captions(plan: JobPlan) -> list[str]:
-    return captions_of(plan.job, (*plan.samples, *plan.eval_samples))
 
 
 def _sharing(plan: JobPlan) -> set[str]:
@@ -298,10 +298,6 @@ def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Itera
     dropped = [""] if job.data.caption_dropout else []
     found = [(each, [*each.captions, *dropped]) for each in samples] + [(each, [each.caption]) for each in held_out]
     return [(text, sample.condition) for sample, texts in found if sample.condition for text in texts]
-
-
-def _condition_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> ComfyConditions:
-    return comfy_conditions(plan.job, comfy_reader(plan), encoders)
 
 
 def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], None]:

@@ -102,16 +102,16 @@ class ReadJob:
             for sample, caption in every:
                 own = comfy_text_key(caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
                 texts.append(text_keys(caption, sample.condition, {caption: (own,)}, made))
-        sizes = {}
-        for keys in dict.fromkeys(texts):
+
+        def size(keys: tuple[str, ...]) -> int:
+            """Of entries that are all there."""
             shapes = [store.shapes(key) for key in keys]
-            is_there = all(shapes)
-            sizes[keys] = sum(math.prod(shape) for each in shapes for shape in each.values()) if is_there else 0
-        largest = max(sizes, key=lambda keys: sizes[keys], default=())
-        entries = [store.get(key) for key in largest] if sizes.get(largest) else [None]
-        found = [each for each in entries if each is not None]
-        is_known = len(found) == len(entries)
-        tensors = {name: each for entry in found for name, each in entry.items()} if is_known else {}
+            return sum(math.prod(shape) for each in shapes for shape in each.values()) if all(shapes) else 0
+
+        largest = max(dict.fromkeys(texts), key=size, default=())
+        entries = [store.get(key) or {} for key in largest]
+        is_known = bool(entries) and all(entries)
+        tensors = {name: each for entry in entries for name, each in entry.items()} if is_known else {}
         # what guides say goes by the sides of the sample's own latents; their frames are among the latents'
         tensors = {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
         masked = next((each.latents_key for each in self.encoded if each.has_mask), "")  # which takes more memory

@@ -228,18 +228,15 @@ def go_on(
             return _changed(read.job, identity, own).facts
     elif state.own and _differing(read.job, identity, state, is_placed_anew):
         state = change_facts(own, {})
-    moved = [] if is_placed_anew or not _keeps_bits(read, state) else _moves(read.job, state)
+    moved = []  # a line for everything that has its blocks on other cards than before
+    if not is_placed_anew and _keeps_bits(read, state):
+        split = (line for line in differing_keys(job_of(state), read.job) if line.startswith("split."))
+        moved = [*split, *other_cards(read.job, state.facts)]
     refuse_other_run(read.job, identity, state, is_placed_anew=is_placed_anew or bool(moved))
     if not moved:
         return state.facts
     what = [f"{line} (the LoRA stays the same, bit for bit, on cards of one kind)" for line in moved]
     return state.facts | _NOWHERE | {"is_one_model": True, "what": [*state.facts.get("what", ()), *what]}
-
-
-def _moves(job: JobConfig, state: TrainingState) -> list[str]:
-    """A line for everything that has its blocks on other cards than before."""
-    split = (line for line in differing_keys(job_of(state), job) if line.startswith("split."))
-    return [*split, *other_cards(job, state.facts)]
 
 
 def _keeps_bits(read: ReadJob, state: TrainingState) -> bool:
@@ -372,21 +369,23 @@ def next_run(
         is_longer = bool(resume) and each.train.steps >= state.step  # a resumed run may do more than was set then
         if not differing and (each.train.steps == job_of(state).train.steps or is_longer):
             same.append((each, state))
-    if resume:
-        for each, state in sorted(same, key=lambda pair: _is_done(*pair))[:1]:
-            return _finished(each, state) if _is_done(each, state) else _resumed(job, each, resume)
+    begun = next((each for each, state in same if state.step < each.train.steps), None)
+    if resume and begun is not None:
+        return _resumed(job, begun, resume)
+    if resume and not same:
         lines = known[0][2] if resume == "continue" and known and known[0][0] is earlier[-1] else []
         return _resumed(job, earlier[-1], resume, lines)
-    for each, state in same:
-        if state.step < each.train.steps and resume is None:
-            return NextRun(each, resume=True)
-        if state.step < each.train.steps:
-            raise ValueError(
-                f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of "
-                f"{each.train.steps}; turn on resume to go on from there, or change output.name to start anew"
-            )
+    if not same:
+        return NextRun(free, resume=False, note=_describe_new(free, known))
+    each, state = same[0]
+    if state.step >= each.train.steps:
         return _finished(each, state)
-    return NextRun(free, resume=False, note=_describe_new(free, known))
+    if resume is None:
+        return NextRun(each, resume=True)
+    raise ValueError(
+        f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of "
+        f"{each.train.steps}; turn on resume to go on from there, or change output.name to start anew"
+    )
 
 
 def _resumed(job: JobConfig, run: JobConfig, resume: Resume, changes: Sequence[str] = ()) -> NextRun:
@@ -415,10 +414,6 @@ def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:
         elif not is_under_way:
             return found, each
     raise AssertionError("numbers do not end")
-
-
-def _is_done(job: JobConfig, state: TrainingState) -> bool:
-    return state.step >= job.train.steps
 
 
 def _finished(job: JobConfig, state: TrainingState) -> NextRun:
