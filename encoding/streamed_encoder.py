@@ -15,9 +15,10 @@ docs/decisions/0008-blocks-from-host-memory.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +94,8 @@ class StreamedLayers:
         self._finished: list[Any] = []  # outputs of the layer that is computing, one per caption but the last
         self._hooks = HookSet()
         for index, module in enumerate(modules):
-            self._hooks.before(module, self._make_before(index))
-            self._hooks.after(module, self._make_after(index), also_on_error=True)
+            self._hooks.before(module, partial(self._before, index))
+            self._hooks.after(module, partial(self._after, index), also_on_error=True)
 
     @property
     def num_copies(self) -> int:
@@ -112,33 +113,27 @@ class StreamedLayers:
         self._host.close()
         self._slots.close()
 
-    def _make_before(self, index: int) -> Callable[..., Any]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            if index == 0:
-                self._slots.clear()
-                self._host.restart()
-            slot = self._send(index)
-            if index + 1 < len(self._layers) and self._host.is_ready(index + 1):
-                self._send(index + 1)  # else it is sent later, while what was queued here still computes
-            self._slots.bind(slot)
-            self._finished = []
-            batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
-            for position in range(batch - 1):  # the last goes through the call that this precedes
-                item_args, item_kwargs = _caption(args, kwargs, position, batch)
-                self._finished.append(module.forward(*item_args, **item_kwargs))
-            return _caption(args, kwargs, batch - 1, batch)
+    def _before(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if index == 0:
+            self._slots.clear()
+            self._host.restart()
+        slot = self._send(index)
+        if index + 1 < len(self._layers) and self._host.is_ready(index + 1):
+            self._send(index + 1)  # else it is sent later, while what was queued here still computes
+        self._slots.bind(slot)
+        self._finished = []
+        batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+        for position in range(batch - 1):  # the last goes through the call that this precedes
+            item_args, item_kwargs = _caption(args, kwargs, position, batch)
+            self._finished.append(module.forward(*item_args, **item_kwargs))
+        return _caption(args, kwargs, batch - 1, batch)
 
-        return before
-
-    def _make_after(self, index: int) -> Callable[..., Any]:
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            slot = self._slots.find(index)
-            if slot is not None:
-                self._slots.unbind(slot)
-            outputs, self._finished = [*self._finished, output], []
-            return None if output is None else _joined(outputs)  # None: its forward raised
-
-        return after
+    def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        slot = self._slots.find(index)
+        if slot is not None:
+            self._slots.unbind(slot)
+        outputs, self._finished = [*self._finished, output], []
+        return None if output is None else _joined(outputs)  # None: its forward raised
 
     def _send(self, index: int) -> Slot:
         """Queue the copy of a layer unless it was; waits until it has been read, and not until it is copied."""

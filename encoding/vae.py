@@ -119,11 +119,7 @@ def vae_fingerprint(family: ModelFamily, variant: Variant | None, path: str | Pa
     source = find_vae(path)
     if source.is_dir():
         return folder_fingerprint(source)
-    return settings_fingerprint([file_fingerprint(source), _config_of(family, variant)])
-
-
-def _config_of(family: ModelFamily, variant: Variant | None) -> Mapping[str, Any]:
-    return (variant or family.variants[0]).vae_config
+    return settings_fingerprint([file_fingerprint(source), (variant or family.variants[0]).vae_config])
 
 
 def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
@@ -159,7 +155,7 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
     import diffusers
 
     vae_class = getattr(diffusers, family.vae_class)
-    config = dict(_config_of(family, variant))
+    config = dict((variant or family.variants[0]).vae_config)
     if "encoder.conv_in.weight" not in tensors:
         with tempfile.TemporaryDirectory() as folder, _as_misfit(family, file):
             text = json.dumps({**config, "_class_name": family.vae_class})

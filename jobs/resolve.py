@@ -288,13 +288,8 @@ def _is_here(name: str) -> bool:
 
 def _kind_of(strategy: Strategy | None) -> str:
     """What a run must not change."""
-    match strategy:
-        case "data":
-            return "data parallelism"
-        case "tokens":
-            return "shares of the tokens"
-        case None | "none" | "pipeline" | "fsdp" | "hsdp":
-            return "one model over all cards"
+    kinds = {"data": "data parallelism", "tokens": "shares of the tokens"}
+    return kinds.get(strategy or "", "one model over all cards")
 
 
 def _plan_as_before(
