@@ -134,10 +134,11 @@ class Tables:
         """
         entry = self.entries.get(_place(path))
         given = entry.value if entry and isinstance(entry.value, dict) else {}
-        said = {key: given[key] for key in _OF_SONGS if given.get(key) not in (None, "")}
-        if (lyrics := read_caption(lyrics_file(path))) is not None:
-            said["lyrics"] = lyrics
-        return {key: _of_song(key, value, str(entry or path)) for key, value in said.items()}
+        said = {key: (given[key], str(entry)) for key in _OF_SONGS if given.get(key) not in (None, "")}
+        file = lyrics_file(path)
+        if (lyrics := read_caption(file)) is not None:
+            said["lyrics"] = lyrics, str(file)
+        return {key: _of_song(key, value, where) for key, (value, where) in said.items()}
 
     def has(self, path: Path) -> bool:
         """Whether an entry is of this image or clip."""

@@ -150,12 +150,12 @@ def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tupl
 
 
 def sounds_of_clip(
-    path: Path, clip: ClipInfo, cuts: Sequence[Sequence[int]], latent: LatentSpec
+    path: Path, clip: ClipInfo, cuts: Sequence[Sequence[int]], plan: ClipPlan, latent: LatentSpec
 ) -> tuple[SoundRequest, ...]:
     """Of each part of a clip: of the sound file beside it, else of its own track; () without either, and for stills.
 
     Args:
-        cuts: the frames of each part, shown at latent.fps.
+        cuts: what plan, whose rate is latent.fps, makes of the clip: the frames of each part.
     Raises: ValueError naming a file that cannot be read.
     """
     file = sound_beside(path) or path
@@ -165,8 +165,10 @@ def sounds_of_clip(
     if not is_sounding or probe_sound(file) is None:
         return ()
     made = []
-    for frames in cuts:
-        start = clip.times_s[frames[0]] if clip.times_s else frames[0] / latent.fps
+    for first, frames in zip(plan.windows(clip)[0], cuts, strict=True):
+        start = first / latent.fps
+        if clip.times_s and start - clip.times_s[frames[0]] < 1 / latent.fps:  # else it is shown long before
+            start = clip.times_s[frames[0]]
         length = len(frames) / latent.fps
         made.append(SoundRequest(str(file), start, length, round(length * latent.sound_rate)))
     return tuple(made)

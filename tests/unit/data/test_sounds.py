@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
+from devicebridge.data.cuts import ClipPlan
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import SoundRequest
 from devicebridge.data.samples import Sample, dataset_fingerprint, describe_samples
-from devicebridge.data.sounds import read_sound
+from devicebridge.data.sounds import read_sound, sounds_of_clip
+from devicebridge.data.video import ClipInfo
 from devicebridge.families.comfy.inputs import read_song
 from devicebridge.families.spec import LatentSpec
 from devicebridge.tests.sounds import save_sound, wave
@@ -64,6 +66,13 @@ def test_a_clips_own_track_is_read_at_the_time_of_its_pictures(late_s: float, tm
     part, _ = read_sound(SoundRequest(str(path), 0.1, 0.2, 1), is_track=True)
     on_screen = torch.cat([torch.zeros(2, round(late_s * RATE)), _as_floats(values)], dim=1)
     assert torch.equal(part, on_screen[:, 800:2400])
+
+
+def test_a_part_that_begins_within_a_long_frame_has_the_sound_of_its_time(tmp_path: Path):
+    path = save_sound(tmp_path / "a.mkv", wave(1.04, RATE), RATE, num_frames=26)
+    clip, plan = ClipInfo((64, 64), 3, (0.0, 0.04, 1.0), 1.04), ClipPlan((9,), 25.0, "uniform", 2)
+    parts = sounds_of_clip(path, clip, plan.cut(clip), plan, CLIPS)
+    assert [each.start_s for each in parts] == [0.0, 17 / 25]
 
 
 def test_a_sound_beside_a_clip_takes_the_place_of_its_track(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -141,7 +150,7 @@ def _spoilt(name: str, kept: int, hole: int = 0) -> Callable[[Path], object]:
         (_spoilt("b.flac", 12_000, 400), "b.flac"),
         (_song(bpm=5), "a.json.* bpm"), (_song(bpm=[1]), "a.json.* bpm"),
         (_song(timesignature="5"), "a.json.* timesignature"), (_song(lyrics="x" * 60_000), "a.json.* lyrics"),
-        (_write("a.lyrics.txt", b"\xff"), "a.lyrics.txt"),
+        (_write("a.lyrics.txt", b"\xff"), "a.lyrics.txt"), (_write("a.lyrics.txt", "x" * 60_000), "a.lyrics.txt"),
         (lambda folder: save_sound(folder / "b.wav", wave(0.02, RATE), RATE), "b.wav.* 0.04"),
         (lambda folder: save_sound(folder / "b.mp4", wave(0.2, RATE), RATE, num_frames=3), "no sounds"),
     ],
