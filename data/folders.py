@@ -80,11 +80,17 @@ class _Picture:
     ) -> list[Sample]:
         """One, or one per window of a clip."""
         assert self.size is not None
+        made: list[Sample] = []
         if self.sounds and not any(self.cuts):
-            return [self._of_sound(each, self.size[0], captions, loss_weight) for each in self.sounds]
+            for each in self.sounds:
+                first_text, *more = (song_text(text, {**self.song, "duration": each.length_s}) for text in captions)
+                size = self.size[0], each.cells
+                whole = (None, size, (0, 0, *size), size, (), loss_weight)
+                made.append(Sample(each.path, first_text, *whole, others=tuple(more), source=self.source, sound=each))
+            return made
         bucket = choose_bucket(self.size, buckets)
         resize, crop = plan_crop(self.size, bucket)
-        mask, pair, made = str(self.mask) if self.mask else None, self.pair, []
+        mask, pair = str(self.mask) if self.mask else None, self.pair
         for frames, sound in zip(self.cuts, self.sounds or [None] * len(self.cuts), strict=True):
             beside = None
             if condition:
@@ -94,15 +100,9 @@ class _Picture:
                 clip = own if way.takes_first_frame or way.takes_control and way.sees else None  # which sees its start
                 beside = Condition(condition, references, pair.sizes, control, clip)
             cut = (mask, resize, crop, bucket, frames, loss_weight, beside)
-            more = tuple(captions[1:])
-            made.append(Sample(str(self.path), captions[0], *cut, others=more, source=self.source, sound=sound))
+            others = tuple(captions[1:])
+            made.append(Sample(str(self.path), captions[0], *cut, others=others, source=self.source, sound=sound))
         return made
-
-    def _of_sound(self, sound: SoundRequest, rows: int, captions: Sequence[str], loss_weight: float) -> Sample:
-        own, *others = (song_text(caption, {**self.song, "duration": sound.length_s}) for caption in captions)
-        size = rows, sound.cells
-        cut = (None, size, (0, 0, *size), size, (), loss_weight)
-        return Sample(sound.path, own, *cut, others=tuple(others), source=self.source, sound=sound)
 
 
 def scan_folders(

@@ -77,10 +77,12 @@ def read_sound(request: SoundRequest, *, is_track: bool = False, is_alone: bool 
         rate = int(stream.codec_context.sample_rate)
         wanted = math.ceil(request.length_s * rate - _ROUNDING)
         start, made, end = round(request.start_s * rate), None, 0
+        video: Any = container.streams.best("video") if is_track else None
+        shown_s = float((video.start_time or 0) * video.time_base) if video else 0.0  # its first frame
         for time_s, values in _decoded(container, stream):
             if made is None:
                 made = np.zeros((min(len(values), _KEPT_CHANNELS), wanted), dtype=np.float32)
-                end = round((time_s - _starts_s(container)) * rate) if is_track else 0
+                end = round((time_s - shown_s) * rate) if is_track else 0
             begin, end = end, end + values.shape[1]
             own = values[: len(made), max(0, start - begin) : max(0, start + wanted - begin)]
             at = max(0, begin - start)
@@ -124,12 +126,6 @@ def _decoded(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
             raise ValueError(f"it is longer than {_LONGEST_FILE_S // 3600} hours; cut it")
         for part in resampler.resample(frame):
             yield float(frame.time or 0), part.to_ndarray().reshape(-1, shape[1]).T
-
-
-def _starts_s(container: Any) -> float:
-    """When the first frame of a container's video is shown, in seconds."""
-    video = container.streams.best("video")
-    return float((video.start_time or 0) * video.time_base) if video else 0.0
 
 
 # --- what is taken of them --------------------------------------------------------------------------------------------
