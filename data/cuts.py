@@ -81,13 +81,8 @@ class ClipPlan:
     num_windows: int
     seconds: float = 0.0  # of the parts of a sound; 0 takes all of it
 
-    def cut(self, info: ClipInfo) -> list[tuple[int, ...]]:
-        """The clip's frames of every sample made of it. Raises: as windows."""
-        shown, (starts, length) = show_at(info, self.fps), self.windows(info)
-        return [tuple(shown[start : start + length]) for start in starts]
-
-    def windows(self, info: ClipInfo) -> tuple[list[int], int]:
-        """Where the samples made of a clip begin, and their length, in frames as they are shown at fps.
+    def cut(self, info: ClipInfo) -> dict[int, tuple[int, ...]]:
+        """The clip's frames of every sample made of it, by the tick of its rate at which the sample begins.
 
         Raises: ValueError for a clip that is shorter than every length; says what would work.
         """
@@ -103,7 +98,7 @@ class ClipPlan:
         starts = [0] if self.window == "start" else [spare // 2]
         if self.window == "uniform":
             starts = [(2 * index * spare + last) // (2 * last) for index in range(self.num_windows)]
-        return list(dict.fromkeys(starts)), length
+        return {start: tuple(shown[start : start + length]) for start in starts}
 
 
 def show_at(info: ClipInfo, fps: float | None) -> list[int]:

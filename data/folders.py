@@ -369,7 +369,7 @@ def _inspect(
     if pair and pair.control and size:
         attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
     if clip and latent.sound_rate:
-        sounds = attempt(lambda file: sounds_of_clip(file, clip, cuts, plan, latent), path)
+        sounds = attempt(lambda file: sounds_of_clip(file, clip, plan, latent), path)
     is_idle = not problems and mask is not None and is_in_alpha(mask)
     made = _Picture(path, mask, size, captions, source, tuple(problems), clip, cuts, sounds or (), song or {})
     return replace(made, pair=pair or Pair(), is_blank=is_blank, is_mask_idle=is_idle)
@@ -389,7 +389,7 @@ def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo
         )
     clip = probe_clip(path)
     try:
-        return clip, tuple(plan.cut(clip))
+        return clip, tuple(plan.cut(clip).values())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

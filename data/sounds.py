@@ -1,15 +1,15 @@
 """Sound files, and the sound of clips: how long they are, and the samples that are wanted of them.
 
 WAV, MP3, FLAC, Ogg and M4A go through PyAV (FFmpeg), as clips do, and come out as ComfyUI's Load Audio has them:
-float32 at the file's own rate, of which the first two channels are kept. The VAE's node resamples them. Of a clip's own
-track the frame that is shown first is at 0 s; a sound file begins with its clip. What a sound beside a clip lacks is
+float32 at the file's own rate, of which the first two channels are kept. The VAE's node resamples them. A clip's own
+track has the file's time, holes in it included; a sound file begins with its clip. What a sound beside a clip lacks is
 silence.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ _KEPT_CHANNELS = 2
 _SAY_LENGTH = ("flac", "wav")  # FFmpeg's names of containers that do, exactly
 _SPARE = 1  # sample that the rounding of a part's ends may want beyond a sound
 _ROUNDING = 1e-6  # of a sample or cell, in products of seconds and rates
+_HOLE_S = 0.04  # by which times of a track differ from its count of samples, where they count
 
 
 def sound_beside(clip: Path) -> Path | None:
@@ -67,7 +68,7 @@ def read_sound(request: SoundRequest, *, is_track: bool = False, is_alone: bool 
     """The wanted part, float32 [channels, samples], and its rate in samples per second.
 
     Args:
-        is_track: whether it is a clip's own, whose time is the video's. is_alone: whether silence is no part of it.
+        is_track: whether it is a clip's own, in whose time it begins. is_alone: whether silence is no part of it.
     Raises: ValueError naming the file if it cannot be read, or alone ends too early.
     """
     path = Path(request.path)
@@ -77,12 +78,11 @@ def read_sound(request: SoundRequest, *, is_track: bool = False, is_alone: bool 
         rate = int(stream.codec_context.sample_rate)
         wanted = math.ceil(request.length_s * rate - _ROUNDING)
         start, made, end = round(request.start_s * rate), None, 0
-        video: Any = container.streams.best("video") if is_track else None
-        shown_s = float((video.start_time or 0) * video.time_base) if video else 0.0  # its first frame
         for time_s, values in _decoded(container, stream):
+            if is_track and (made is None or abs(time_s * rate - end) > _HOLE_S * rate):
+                end = round(time_s * rate)
             if made is None:
                 made = np.zeros((min(len(values), _KEPT_CHANNELS), wanted), dtype=np.float32)
-                end = round((time_s - shown_s) * rate) if is_track else 0
             begin, end = end, end + values.shape[1]
             own = values[: len(made), max(0, start - begin) : max(0, start + wanted - begin)]
             at = max(0, begin - start)
@@ -121,11 +121,12 @@ def _decoded(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
     for frame in container.decode(stream):
         if frame.is_corrupt or (frame.sample_rate, frame.layout.nb_channels) != shape:
             raise ValueError(f"the part at {frame.time or 0:.2f} s is damaged, or has another rate or more channels")
+        time_s = count / frame.sample_rate if frame.time is None else float(frame.time)
         count += frame.samples
         if count > _LONGEST_FILE_S * stream.codec_context.sample_rate:
             raise ValueError(f"it is longer than {_LONGEST_FILE_S // 3600} hours; cut it")
         for part in resampler.resample(frame):
-            yield float(frame.time or 0), part.to_ndarray().reshape(-1, shape[1]).T
+            yield time_s, part.to_ndarray().reshape(-1, shape[1]).T
 
 
 # --- what is taken of them --------------------------------------------------------------------------------------------
@@ -142,29 +143,23 @@ def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tupl
     if not total or length < total and not plan.seconds:
         raise ValueError(f"{path}: lasts {seconds:.2f} s; give {1 / rate:.2f} to {_LONGEST_S:g} s, or set data.seconds")
     parts = replace(plan, lengths=(length,), fps=None).cut(ClipInfo((1, total), total))
-    return total, tuple(SoundRequest(str(path), part[0] / rate, length / rate, length) for part in parts)
+    return total, tuple(SoundRequest(str(path), start / rate, length / rate, length) for start in parts)
 
 
-def sounds_of_clip(
-    path: Path, clip: ClipInfo, cuts: Sequence[Sequence[int]], plan: ClipPlan, latent: LatentSpec
-) -> tuple[SoundRequest, ...]:
+def sounds_of_clip(path: Path, clip: ClipInfo, plan: ClipPlan, latent: LatentSpec) -> tuple[SoundRequest, ...]:
     """Of each part of a clip: of the sound file beside it, else of its own track; () without either, and for stills.
 
-    Args:
-        cuts: what plan, whose rate is latent.fps, makes of the clip: the frames of each part.
     Raises: ValueError naming a file that cannot be read.
     """
     file = sound_beside(path) or path
-    if len(cuts[0]) < 2:  # a still of a clip
+    cuts = plan.cut(clip)  # by the tick at which a part begins, not by its first frame, which may be older
+    if len(next(iter(cuts.values()))) < 2:  # a still of a clip
         return ()
     is_sounding = file.suffix.lower() in (*SOUND_SUFFIXES, *CONTAINER_SUFFIXES) and not file.is_dir()
     if not is_sounding or probe_sound(file) is None:
         return ()
-    made = []
-    for first, frames in zip(plan.windows(clip)[0], cuts, strict=True):
-        start = first / latent.fps
-        if clip.times_s and start - clip.times_s[frames[0]] < 1 / latent.fps:  # else it is shown long before
-            start = clip.times_s[frames[0]]
-        length = len(frames) / latent.fps
+    first, made = clip.first_s if file == path else 0.0, []
+    for tick, frames in cuts.items():
+        start, length = first + tick / latent.fps, len(frames) / latent.fps
         made.append(SoundRequest(str(file), start, length, round(length * latent.sound_rate)))
     return tuple(made)

@@ -75,6 +75,7 @@ class ClipInfo:
     num_frames: int
     times_s: tuple[float, ...] = ()  # when each frame is shown, from 0; () for a folder of images, which has no times
     end_s: float = 0.0  # when the last frame ends
+    first_s: float = 0.0  # when the first is shown, in the file's own time
     is_hdr: bool = False  # whether its brightness is coded for HDR screens
 
 
@@ -305,7 +306,8 @@ def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
 def _clip_info(stream: Any, frame: Any, times_s: tuple[float, ...], end_s: float) -> ClipInfo:
     image = _to_image(frame, stream.sample_aspect_ratio)
     is_hdr = int(stream.codec_context.color_trc) in _HDR_TRANSFERS
-    return ClipInfo((image.height, image.width), len(times_s), times_s, end_s, is_hdr)
+    first_s = float((frame.pts or 0) * stream.time_base)
+    return ClipInfo((image.height, image.width), len(times_s), times_s, end_s, first_s, is_hdr)
 
 
 def _has_times(path: Path) -> bool:

@@ -31,7 +31,7 @@ TEXT_VERSION = 1
 IMAGE_VERSION = 1
 CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
 COMFY_VERSION = 1  # how ComfyUI's own encoders are called, and how their weights are hashed
-SOUND_VERSION = 1  # of how sound is decoded and cut
+SOUND_VERSION = 2  # of how sound is decoded and cut
 CONDITION_VERSION = 1  # how ComfyUI's conditioning nodes are called on files
 ROUNDING_VERSION = 2  # of text encoders in 8 bits
 

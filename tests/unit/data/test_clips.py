@@ -58,7 +58,7 @@ def test_slow_clips_are_told():
 
 @pytest.mark.parametrize("count, length", [(17, 17), (32, 17), (33, 33), (48, 33), (80, 33), (81, 81), (500, 81)])
 def test_a_clip_gets_the_longest_length_that_fits(count, length):
-    (frames,) = _plan(frames=(81, 1, 33, 17)).cut(_even(count, 16))
+    (frames,) = _plan(frames=(81, 1, 33, 17)).cut(_even(count, 16)).values()
     assert frames == tuple(range(length)) and (length - 1) % 4 == 0
 
 
@@ -70,21 +70,21 @@ def test_a_clip_that_is_too_short_is_refused_and_never_padded():
 
 
 def test_one_frame_is_taken_of_clips_if_no_other_length_is_asked_for():
-    assert _plan(frames=(1,)).cut(_even(20, 24)) == [(0,)]
-    assert _plan(frames=(1,), window="centre").cut(_even(21, 16)) == [(10,)]
+    assert _plan(frames=(1,)).cut(_even(20, 24)) == {0: (0,)}
+    assert _plan(frames=(1,), window="centre").cut(_even(21, 16)) == {10: (10,)}
 
 
 def test_windows():
     info = _even(50, 16)
-    assert _plan(window="centre").cut(info) == [tuple(range(8, 41))]
-    starts = [frames[0] for frames in _plan(window="uniform", num_windows=3).cut(info)]
+    assert _plan(window="centre").cut(info) == {8: tuple(range(8, 41))}
+    starts = list(_plan(window="uniform", num_windows=3).cut(info))
     assert starts == [0, 9, 17]
-    assert [frames[-1] for frames in _plan(window="uniform", num_windows=2).cut(info)] == [32, 49]
+    assert [frames[-1] for frames in _plan(window="uniform", num_windows=2).cut(info).values()] == [32, 49]
 
 
 def test_equal_windows_of_a_short_clip_are_one():
     assert len(_plan(window="uniform", num_windows=4).cut(_even(33, 16))) == 1
-    assert [frames[0] for frames in _plan(window="uniform", num_windows=4).cut(_even(34, 16))] == [0, 1]
+    assert list(_plan(window="uniform", num_windows=4).cut(_even(34, 16))) == [0, 1]
 
 
 def test_the_rate_is_the_models_the_users_or_the_clips_own():

@@ -4,20 +4,21 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
-from devicebridge.data.cuts import ClipPlan
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import SoundRequest
 from devicebridge.data.samples import Sample, dataset_fingerprint, describe_samples
-from devicebridge.data.sounds import read_sound, sounds_of_clip
-from devicebridge.data.video import ClipInfo
+from devicebridge.data.sounds import read_sound
 from devicebridge.families.comfy.inputs import read_song
 from devicebridge.families.spec import LatentSpec
+from devicebridge.tests.clips import plain_frames
 from devicebridge.tests.sounds import save_sound, wave
 from PIL import Image
 
@@ -68,11 +69,26 @@ def test_a_clips_own_track_is_read_at_the_time_of_its_pictures(late_s: float, tm
     assert torch.equal(part, on_screen[:, 800:2400])
 
 
-def test_a_part_that_begins_within_a_long_frame_has_the_sound_of_its_time(tmp_path: Path):
-    path = save_sound(tmp_path / "a.mkv", wave(1.04, RATE), RATE, num_frames=26)
-    clip, plan = ClipInfo((64, 64), 3, (0.0, 0.04, 1.0), 1.04), ClipPlan((9,), 25.0, "uniform", 2)
-    parts = sounds_of_clip(path, clip, plan.cut(clip), plan, CLIPS)
-    assert [each.start_s for each in parts] == [0.0, 17 / 25]
+def test_a_track_keeps_step_with_a_clip_that_begins_late_holds_a_frame_and_has_a_hole(tmp_path: Path):
+    values, path = wave(1.6, RATE), tmp_path / "a.mkv"
+    with av.open(str(path), "w") as container:
+        options = {"x264-params": "keyint=10:scenecut=0:bframes=0"}
+        video = container.add_stream("libx264", rate=25, width=64, height=64, pix_fmt="yuv420p", options=options)
+        audio = container.add_stream("pcm_s16le", rate=RATE, layout="stereo")
+        pictures = [av.VideoFrame.from_ndarray(each, format="rgb24") for each in plain_frames(30, (64, 64))]
+        coded = [packet for each in [*pictures, None] for packet in video.encode(each)]
+        shown = [each for each in coded[5:] if not 13 <= each.pts * each.time_base * 25 < 20]  # frame 12 is held
+        container.mux(shown)  # of which five come before the first key frame
+        for start in [*range(0, 5600, 800), *range(7200, 12800, 800)]:
+            part = av.AudioFrame.from_ndarray(values[start : start + 800].reshape(1, -1), format="s16", layout="stereo")
+            part.sample_rate, part.time_base, part.pts = RATE, Fraction(1, RATE), start
+            container.mux(audio.encode(part))
+    values[5600:7200] = 0
+    found = [each.sound for each in _scan(tmp_path, CLIPS, window="centre")]
+    assert found[0] and len(found) == 1
+    part, _ = read_sound(found[0], is_track=True)
+    begin = round((10 + 5) / 25 * RATE)  # the 6th tick of 20, behind the first frame shown
+    assert torch.equal(part, _as_floats(values[begin : begin + 2880]))
 
 
 def test_a_sound_beside_a_clip_takes_the_place_of_its_track(tmp_path: Path, caplog: pytest.LogCaptureFixture):
