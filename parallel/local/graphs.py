@@ -32,8 +32,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...patches.hooks import PLAIN, attributes_of, map_tensors, tensors_reached
-from ..transfer import Versioned
-from .bridge import version_of
+from ..transfer import Versioned, version_of, with_version
 
 _log = logging.getLogger(__name__)
 
@@ -346,12 +345,11 @@ class Graphs:
         """What a card returned, in memory of its own; what it wrote to is written into what was given."""
         for index in card.written:
             given[index].copy_(card.inputs[index])
-            self._holds(card.inputs[index], given[index])
-        with Versioned():  # the next block knows them again by it
-            outputs = [given[each] if isinstance(each, int) else each.clone() for each in card.outputs]
+            self._held.pop(id(card.inputs[index]), None)
+        with Versioned():  # the next block knows them again by it, and what others wrote into them
+            outputs = [with_version(given[each]) if isinstance(each, int) else each.clone() for each in card.outputs]
         for place, output in zip(card.outputs, outputs, strict=True):
-            if not isinstance(place, int):
-                self._holds(place, output)
+            self._holds(card.inputs[place] if isinstance(place, int) else place, output)
         return outputs
 
     def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:

@@ -92,15 +92,17 @@ def _led(rank: Rank, name: str, given: Any, compute: Callable[[Sequence[Any], An
             for to in range(1, outer.size):
                 outer.hand(0, to, name, group, groups, work[to])
             found = [done(group, groups, work[0]), *(outer.handed(each, 0, name)[0] for each in range(1, outer.size))]
-            error = group.error
-            try:
-                if error is not None:
-                    raise error
-            finally:
-                del error  # or its traceback would keep this frame, and this frame the error
-            return found
+        except BaseException as failure:  # such as an interrupt, while others wait in the group
+            group.abort(failure)
+            raise
+        error = group.error
+        try:
+            if error is not None:
+                raise error
         finally:
+            del error  # or its traceback would keep this frame, and this frame the error
             group.forget()
+        return found
 
     outputs = compute([given, *(outer.handed(each, 0, name)[0] for each in range(1, outer.size))], run)
     for to in range(1, outer.size):

@@ -74,12 +74,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        rank: int,
-        plan: TokenPlan,
-        shares: Sequence[float],
-        group: Collective,
-        replays: Replays | None = None,
+        self, rank: int, plan: TokenPlan, shares: Sequence[float], group: Collective, replays: Replays | None = None
     ) -> None:
         self.rank, self.plan, self.group, self.replays, self.groups = rank, plan, group, replays, 0
         self._shares = tuple(shares)
@@ -323,6 +318,8 @@ class TokenParallel:
             return workers.run(self._modules[0], [functools.partial(of_rank, *each) for each in enumerate(calls)])
         finally:
             workers.close()
+            if replays is not None:
+                replays.graphs.forget()
 
     @contextmanager
     def on(self, rows: Rows) -> Iterator[None]:

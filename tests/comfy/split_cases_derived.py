@@ -247,6 +247,13 @@ class _Wrong(torch.autograd.Function):
         return 1.1 * gradient
 
 
+class _Scaled(nn.Linear):
+    """Its output is not its weight's alone, so a LoRA in the weight is another one than beside the layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 # What blocks do beside -> what is said of it.
 _UNTRAINED = {
     "a part without a gradient": (lambda x: x + 0.5 * x.detach(), "slopes"),
@@ -277,7 +284,9 @@ def _compare_trainings(case: Case) -> None:
         case.check(name, word in refused, refused)
     with mock.patch.object(gradients, "_slope_fault", lambda *given: ""):
         case.check("unseen without slopes", not found(filled(Mutated(Mutation(mix=_Wrong.apply)))).refused)
-    taking, writing, behind = (filled(Mutated()) for _ in range(3))
+    taking, writing, behind, scaling = (filled(Mutated()) for _ in range(4))
+    scaling.blocks[1].out.__class__ = _Scaled
+    case.check("a linear of a kind of its own", "blocks.1.out" in (said := found(scaling).refused), said)
     first = taking.blocks[0]
     first.__dict__["mutation"] = Mutation(mix=lambda x: x + x @ first.out.weight)
     case.check("weights out of their layers", "first" not in (said := found(taking).refused) and "LoRA" in said, said)

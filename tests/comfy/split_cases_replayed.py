@@ -20,7 +20,7 @@ from devicebridge.parallel.local.graphs import Graphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CASES, Case, case, split
-from devicebridge.tests.comfy.split_cases_tensor import tensor
+from devicebridge.tests.comfy.split_cases_tensor import controlnets, tensor
 from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
 from devicebridge.tests.comfy.split_host import OTHER, live_bytes
 from devicebridge.tests.stand_in_recorder import replaying, stand_in
@@ -108,6 +108,14 @@ def replayed_with_loras_and_evicted(case: Case) -> None:
             case.check("no graphs are kept", not graphs._graphs and not graphs._staged, len(graphs._staged))
             case.check("nothing is kept", way is together or not live_bytes(OTHER), live_bytes(OTHER))
             case.equal("after it was unloaded", host.sample(model, name, steps=STEPS), clean)
+
+
+@case
+def replayed_with_a_controlnet(case: Case) -> None:
+    """Its residuals are written into what a block has returned, which is what that block was given."""
+    with replayed(), mock.patch.object(case.host, "sample", functools.partial(case.host.sample, steps=STEPS)):
+        for way in (tensor, together):
+            controlnets(case, ("flux1_heads",), way)
 
 
 @case

@@ -29,6 +29,7 @@ from ....parallel.local.tokens import TokenParallel
 from ....parallel.local.watching import apart
 from ....parallel.offload.in_place import InPlaceGuard
 from ....parallel.offload.recompute import BlockCall, checkpoint_calls, recompute
+from ....patches.changes import code_of
 from ....patches.hooks import HookSet, map_tensors, tensors_reached
 from ....planning.derived_rows import Blocks
 from ..native.model import native_training, plain_attention
@@ -93,6 +94,9 @@ def trained_blocks(cards: Cards, given: Mapping[str, Any]) -> Blocks:
 
     def compared(proof: Proof) -> str:
         model, small = cards.models[0], proof.given
+        for name, linear in ((f"{n}.{m}", of) for n, block in stages.blocks.items() for m, of in _linears_of(block)):
+            if not (code := code_of(type(linear).forward)).startswith(("comfy.ops", "torch.")):
+                return f"{name} computes by {code} more than its weight does, to which ComfyUI's loader adds a LoRA"
         if any(each.dtype in (torch.float16, torch.bfloat16) for each in tensors_reached(proof.output)):
             return "it computes in halves, whatever it is given, which hides faults of gradients"
         try:

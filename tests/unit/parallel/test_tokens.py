@@ -4,8 +4,11 @@ import copy
 import functools
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from devicebridge.parallel.local.borrow import RowResiduals
 from devicebridge.parallel.local.collectives import Collective, Tensors
 from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.heads import find_heads, groups_for
-from devicebridge.parallel.local.token_graphs import Replays
+from devicebridge.parallel.local.token_graphs import Replays, _led
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Rows, TokenParallel
 from devicebridge.tests.stand_in_recorder import stand_in
 from devicebridge.tests.unit.parallel.test_graphs import where
@@ -548,7 +551,10 @@ def test_places_are_read_from_text() -> None:
 
 
 class Led(nn.Module):
-    """Blocks that find attention in the options, as ComfyUI's do; `raising` raises in a recording on the last rank."""
+    """Blocks that find attention in the options, as ComfyUI's do; `raising` raises in a recording on the last rank.
+
+    They write into what they are given, and so does what is between them, as FLUX's and the residuals of a ControlNet.
+    """
 
     def __init__(self, raising: bool = False) -> None:
         super().__init__()
@@ -559,6 +565,7 @@ class Led(nn.Module):
         for block in self.blocks:
             block.raising = self.raising
             x = block(x, transformer_options=transformer_options)
+            x += 0.5
         return x
 
 
@@ -566,7 +573,7 @@ class Finding(Single):
     def forward(self, x: torch.Tensor, transformer_options: Any) -> torch.Tensor:
         if self.raising and type(transformer_options) is not dict and HERE.rows.rank == 1:
             raise ValueError("refused")
-        return super().forward(x, torch.zeros(()), transformer_options["attend"])
+        return x.copy_(super().forward(x, torch.zeros(()), transformer_options["attend"]))
 
 
 def replayed(raising: bool, counts: Sequence[int], groups: int = 0) -> tuple[Any, list[int]]:
@@ -592,6 +599,7 @@ def replayed(raising: bool, counts: Sequence[int], groups: int = 0) -> tuple[Any
                 found = rows.run(calls, Replays(graphs, None, groups))
             expected = model(x, {"attend": whole})
             assert all(torch.allclose(each, expected, rtol=1e-12, atol=1e-12) for each in found), index
+            assert not graphs._held, "activations are held between forwards"
     finally:
         rows.remove()
     return graphs, seen
@@ -612,3 +620,36 @@ def test_where_replays_have_other_groups_of_heads_cards_need_not_wait_to_be_reco
     graphs, seen = replayed(False, [9] * (RECORDED_AFTER + 3), groups=3)
     assert graphs.num_replays == 6 and seen[: 6 * RECORDED_AFTER] == [0] * 6 * RECORDED_AFTER
     assert set(seen[6 * RECORDED_AFTER :]) == {3}
+
+
+def test_an_interrupt_of_the_first_rank_ends_what_others_wait_for() -> None:
+    """It comes when the other one has its work, and waits for a rank that will compute nothing."""
+    outer, is_waiting = Collective(2, lambda tensors, rank, arrivals: tensors), threading.Event()
+    ranks = [SimpleNamespace(rank=rank, group=outer, groups=0) for rank in range(2)]
+    hand = outer.hand
+
+    def interrupted(rank: int, *given: Any) -> None:
+        hand(rank, *given)
+        if rank == 0:
+            is_waiting.wait()
+            raise KeyboardInterrupt
+
+    def wait() -> None:
+        is_waiting.set()
+        ranks[1].group.handed(0, 1, "keys")
+
+    def compute(given: Any, run: Any) -> Any:
+        return run([lambda: None, wait])
+
+    def follow() -> None:
+        with suppress(RuntimeError):
+            _led(ranks[1], "block", None, compute)  # type: ignore[arg-type]
+
+    outer.hand = interrupted  # type: ignore[method-assign]
+    other = threading.Thread(target=follow, daemon=True)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        _led(ranks[0], "block", None, compute)  # type: ignore[arg-type]
+    outer.abort(RuntimeError("ended"))
+    other.join(60)
+    assert not other.is_alive()
