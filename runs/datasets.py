@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..config.job import DataConfig, FolderConfig
 from ..config.ranges import problems_of
@@ -29,27 +29,29 @@ from .store import NotThere
 
 FREE_ROUTES = {"datasets", "dataset", "picture", "caption", "name"}  # which know nothing of runs, and may take a while
 _SIDE = 192  # pixels of a small picture
+_OF_FOLDER = ("folder_resolutions", "default_caption", "regularisation")
 _NONE_OWN = ("", "auto")  # sizes of a folder that takes those of the dataset
-_FLAGS = {"true": True, "false": False}
-# What the dataset's node says of a folder, as it is where the node is not there.
-_SETTINGS = {
-    "resolutions": "512",
-    "folder_resolutions": "",
-    "max_aspect_ratio": "2",
-    "bucket_step": "0",
-    "trigger_word": "",
-    "caption_template": "",
-    "default_caption": "",
-    "regularisation": "false",
-    "caption_lines": "false",
-    "shuffle_tags": "false",
-    "keep_tags": "0",
-    "tag_dropout": "0",
-    "tag_variants": "8",
-}
 _MOST_VARIANTS = 2  # that are shown
 Find = Callable[[str, str], Path]
 Routes = dict[tuple[str, str], Callable[[dict[str, Any]], Answer]]
+
+
+class _Settings(BaseModel):
+    """What the dataset's node says of a folder, each as a text, and as it is where the node is not there."""
+
+    resolutions: str = "512"
+    folder_resolutions: str = ""
+    max_aspect_ratio: float = 2
+    bucket_step: int = 0
+    trigger_word: str = ""
+    caption_template: str = ""
+    default_caption: str = ""
+    regularisation: bool = False
+    caption_lines: bool = False
+    shuffle_tags: bool = False
+    keep_tags: int = 0
+    tag_dropout: float = 0
+    tag_variants: int = 8
 
 
 def dataset_routes(names: Callable[[], list[str]], find: Find) -> Routes:
@@ -139,34 +141,24 @@ def _file(folder: Path, name: str) -> Path:
 
 def _config(folder: Path, values: Mapping[str, Any]) -> DataConfig:
     """What the dataset's node says, as far as it matters for captions and buckets. Raises: Refused."""
-    given = {name: values.get(name, default) for name, default in _SETTINGS.items()}
-    for name, value in given.items():
-        if not isinstance(value, str):
-            raise Refused(400, f"{name} should be a text")
     try:
+        given = _Settings.model_validate_strings({key: values[key] for key in values.keys() & _Settings.model_fields})
         own = FolderConfig(
             str(folder),
-            regularisation=_FLAGS[given["regularisation"]],
-            resolutions=_sizes(given["folder_resolutions"]),
-            caption=given["default_caption"],
+            regularisation=given.regularisation,
+            resolutions=_sizes(given.folder_resolutions),
+            caption=given.default_caption,
         )
         return DataConfig(
             folders=(own,),
-            resolutions=_sizes(given["resolutions"]),
-            max_aspect_ratio=float(given["max_aspect_ratio"]),
-            bucket_step=int(given["bucket_step"]),
-            trigger_word=given["trigger_word"],
-            caption_template=given["caption_template"],
-            caption_lines=_FLAGS[given["caption_lines"]],
-            shuffle_tags=_FLAGS[given["shuffle_tags"]],
-            keep_tags=int(given["keep_tags"]),
-            tag_dropout=float(given["tag_dropout"]),
-            tag_variants=min(int(given["tag_variants"]), _MOST_VARIANTS),
+            resolutions=_sizes(given.resolutions),
+            tag_variants=min(given.tag_variants, _MOST_VARIANTS),
+            **given.model_dump(exclude={*_OF_FOLDER, "resolutions", "tag_variants"}),
         )
     except ValidationError as error:
-        faults = [each["msg"].removeprefix("Value error, ") for each in problems_of(error)]
-        raise Refused(400, f"Training Dataset: {'; '.join(faults)}") from error
-    except (ValueError, KeyError) as error:
+        faults = [": ".join(map(str, (*each["loc"], each["msg"]))) for each in problems_of(error)]
+        raise Refused(400, f"Training Dataset: {'; '.join(faults).replace('Value error, ', '')}") from error
+    except ValueError as error:
         raise Refused(400, "the settings of the dataset cannot be read") from error
 
 
