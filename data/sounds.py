@@ -149,17 +149,20 @@ def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tupl
 def sounds_of_clip(path: Path, clip: ClipInfo, plan: ClipPlan, latent: LatentSpec) -> tuple[SoundRequest, ...]:
     """Of each part of a clip: of the sound file beside it, else of its own track; () without either, and for stills.
 
-    Raises: ValueError naming a file that cannot be read.
+    Raises: ValueError naming a file that cannot be read, or a sound file that ends before a part begins.
     """
     file = sound_beside(path) or path
     cuts = plan.cut(clip)  # by the tick at which a part begins, not by its first frame, which may be older
     if len(next(iter(cuts.values()))) < 2:  # a still of a clip
         return ()
     is_sounding = file.suffix.lower() in (*SOUND_SUFFIXES, *CONTAINER_SUFFIXES) and not file.is_dir()
-    if not is_sounding or probe_sound(file) is None:
+    lasts_s = probe_sound(file) if is_sounding else None
+    if lasts_s is None and file == path:
         return ()
     first, made = clip.first_s if file == path else 0.0, []
     for tick, frames in cuts.items():
         start, length = first + tick / latent.fps, len(frames) / latent.fps
+        if file != path and start >= (lasts_s or 0.0):  # a wrong file, and not the silence of a clip
+            raise ValueError(f"{file}: lasts {lasts_s or 0.0:.2f} s, and a part of {path.name} begins at {start:.2f} s")
         made.append(SoundRequest(str(file), start, length, round(length * latent.sound_rate)))
     return tuple(made)

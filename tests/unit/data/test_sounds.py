@@ -115,6 +115,9 @@ def test_a_sound_beside_a_clip_takes_the_place_of_its_track(tmp_path: Path, capl
         _scan(tmp_path, CLIPS, fps=12.0)
     silent = _scan(tmp_path, replace(CLIPS, sound_rate=0.0))
     assert not any(each.sound for each in silent)
+    save_sound(tmp_path / "replaced.wav", wave(0.4, RATE), RATE)
+    with pytest.raises(ValueError, match=r"replaced.wav.* 0.44"):
+        _scan(tmp_path, CLIPS, window="uniform", num_windows=2)
 
 
 def test_songs_are_cut_and_have_what_is_said_of_them(tmp_path: Path):
