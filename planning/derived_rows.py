@@ -18,7 +18,7 @@ import pydantic
 from ..families.token_plan import TokenPlan
 from .cards import Kept
 
-_VERSION = 2  # of the proof; raise it when more has to be proved
+_VERSION = 3  # of the proof; raise it when more has to be proved
 _NAMES = re.compile(r'[\w.=@+?/~:" {}\[\],-]{0,40000}')  # and paths of arguments, as JSON
 Row = TypeVar("Row", TokenPlan, tuple[str, ...])
 _STRICT = pydantic.ConfigDict(extra="forbid")

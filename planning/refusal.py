@@ -169,7 +169,7 @@ def _sizes(question: Question) -> list[list[_Change]]:
     if rows := latent.audio_rows:
         squares = {n: round(math.sqrt(n * latent.sound_rate * rows)) for n in _SECONDS}
         now = question.bucket[0]
-        smaller = [_Change(f"data.seconds = {n}", others={"bucket": (k, k)}) for n, k in squares.items() if k < now]
+        smaller = [_Change(f"data.seconds = {n}", others={"bucket": (k, k)}) for n, k in squares.items() if 0 < k < now]
     return [
         smaller,
         [_Change(f"data.frames = [{each}]", others={"frames": each}) for each in lengths],

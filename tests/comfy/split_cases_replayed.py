@@ -12,6 +12,8 @@ from unittest import mock
 
 import comfy.ops
 import torch
+from comfy.ldm.flux import math as flux_math
+from comfy.ldm.modules.attention import attention_basic
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.tensor import addresses_on
 from devicebridge.nodes.host.split.tree import tree_of
@@ -161,6 +163,19 @@ def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
         case.check("nothing is replayed with it", _graphs(model).num_replays == replays + 2 * blocks > 2 * blocks)
         handles[0].remove()
         case.equal("without it", host.sample(model, name, steps=STEPS), expected)
+
+
+@case
+def replayed_until_somebody_replaces_attention(case: Case) -> None:
+    """FLUX's blocks call it in a module that has none of their classes."""
+    host, name = case.host, "flux1_heads"
+    with replayed():
+        model = together(host.load(name))
+        host.sample(model, name, steps=STEPS)
+        replays = _graphs(model).num_replays
+        with mock.patch.object(flux_math, "optimized_attention", attention_basic):
+            host.sample(model, name, steps=1)
+        case.check("nothing is replayed with another", _graphs(model).num_replays == replays > 0)
 
 
 @case

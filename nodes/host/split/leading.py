@@ -27,9 +27,12 @@ def home_of(kind: type) -> str:
     return f"{kind.__module__.rpartition('.')[0] or kind.__module__}."
 
 
-def attention_of(model: nn.Module) -> dict[tuple[Any, str], Any]:
-    """What this class's modules call attention, by the module of Python and the name there."""
-    named = {type(each).__module__ for each in model.modules()}
+def attention_of(model: nn.Module, *, is_wide: bool = False) -> dict[tuple[Any, str], Any]:
+    """What this class's modules call attention, by the module of Python and the name there.
+
+    is_wide: also in modules that have no class of it, such as comfy.ldm.flux.math.
+    """
+    named = set(sys.modules) if is_wide else {type(each).__module__ for each in model.modules()}
     homes = ("comfy.ldm.", home_of(type(model)))
     modules = [sys.modules[name] for name in sorted(named) if f"{name}.".startswith(homes) and name in sys.modules]
     names = (*_ATTENTION, _CHOOSES_ATTENTION)

@@ -188,7 +188,7 @@ class TokensExecutor(Executor):
         self.graphs: Graphs | None = None
         if plan.derived is None and (plan.layout.keeps_nothing or plan.layout.forgets_if_patched):
             self.graphs = graphs_on(plan.devices, copies, addresses_on)
-        self._attention = [*attention_of(root)]
+        self._attention = [*attention_of(root, is_wide=True)]
         self._attends: dict[int, tuple[Any, ...]] = {}  # by rank, what attention was led to, and what leads it there
         self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
         self._deriving: Deriving | None = None

@@ -258,14 +258,16 @@ def test_a_plan_has_the_longest_sound_of_clips_before_anything_is_encoded(tmp_pa
         refuse_batches_with_sound(clips, 2)
 
 
-def test_shorter_sounds_are_advised_where_memory_lacks():
-    latent = LatentSpec(8, 1, size_multiple=1, audio_rows=16, sound_rate=10)
+@pytest.mark.parametrize(("rate", "advised"), [(10, (120, 60, 30, 15)), (0.0, ())])
+def test_shorter_sounds_are_advised_where_memory_lacks(rate, advised):
+    """Of a model whose rate nobody has written, no length in seconds is known."""
+    latent = LatentSpec(8, 1, size_multiple=1, audio_rows=16, sound_rate=rate)
     family = SimpleNamespace(latent_of=lambda variant: latent)
     model = SimpleNamespace(variant=SimpleNamespace(condition="none"), family=family)
     space = SimpleNamespace(resolution=512, lora=SimpleNamespace(rank=2))
     question: Any = SimpleNamespace(space=space, model=model, bucket=(140, 140), frames=1)  # 122.5 s
     changes = {change.text: change.others["bucket"] for change in refusal._sizes(question)[0]}
-    assert changes == {f"data.seconds = {n}": (round((160 * n) ** 0.5),) * 2 for n in (120, 60, 30, 15)}
+    assert changes == {f"data.seconds = {n}": (round((160 * n) ** 0.5),) * 2 for n in advised}
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
