@@ -78,7 +78,7 @@ def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
         norms = [float(added_rows(whole, *each).norm()) for each in spans_of(*size)]
     return {
         "kind": title_of(own),
-        "type": str(next(each.dtype for kind, each in parts.items() if kind != ALPHA)).removeprefix("torch."),
+        "type": str(file.type_of(layer)).removeprefix("torch."),
         "rank": rank,
         "alpha": alpha,
         "strength": (alpha / rank if alpha and rank else 1.0)

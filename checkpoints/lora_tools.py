@@ -43,7 +43,7 @@ from .lora_change import (
     needs_weight,
     title_of,
 )
-from .lora_file import ALPHA, FIRST, A, B, Layer
+from .lora_file import ALPHA, DORA, FIRST, MAGNITUDE, A, B, Layer
 from .lora_start import Names, is_text_layer, layer_size
 from .weight_file import WeightReader, open_weights, write_tensors
 
@@ -81,7 +81,10 @@ class LoraFile:
 
     def type_of(self, layer: str) -> torch.dtype:
         """Of its matrices."""
-        return self.reader.get_tensor(next(name for kind, name in self.names[layer].items() if kind != ALPHA)).dtype
+        beside = (ALPHA, DORA, MAGNITUDE)
+        return self.reader.get_tensor(
+            next(name for kind, name in self.names[layer].items() if kind not in beside)
+        ).dtype
 
     def with_parts(self, layer: str, parts: Layer, dtype: torch.dtype | None) -> Tensors:
         """A layer's tensors under their names, with others in them; an alpha only where the file has one."""

@@ -18,6 +18,7 @@ from ..version import VERSION
 from .checked_job import JobPlan
 
 _log = logging.getLogger(__name__)
+_EXACT = (lora_file.ALPHA, lora_file.DORA, lora_file.MAGNITUDE)  # one number rounded would change a whole layer or row
 
 
 def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
@@ -26,14 +27,13 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
     dtype, whole = getattr(torch, output.lora_dtype), lora.tensors()
     trained, text = lora_file.without_text(whole), lora_file.text_lora_for_comfyui(whole, settings.strength)
     if settings.kind != "lora":
-        factors = lora_file.lycoris_for_comfyui(plan.family, lora.tensors_for_comfyui(), settings.strength)
-        return {name: tensor.to(dtype) for name, tensor in factors.items()}
-    for_comfyui = {} if output.lora_layout == "diffusers" else lora_file.without_text(lora.tensors_for_comfyui())
-    tensors = text | lora_file.make_lora_tensors(
-        plan.family, output.lora_layout, trained, for_comfyui, settings.alpha, settings.rank
-    )
-    # alpha stays float32: a rounded one would change the strength of the whole layer
-    return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
+        tensors = lora_file.lycoris_for_comfyui(plan.family, lora.tensors_for_comfyui(), settings.strength)
+    else:
+        for_comfyui = {} if output.lora_layout == "diffusers" else lora_file.without_text(lora.tensors_for_comfyui())
+        tensors = text | lora_file.make_lora_tensors(
+            plan.family, output.lora_layout, trained, for_comfyui, settings.alpha, settings.rank
+        )
+    return {name: t if name.endswith(_EXACT) else t.to(dtype) for name, t in tensors.items()}
 
 
 def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: bool = False) -> Path:

@@ -72,7 +72,7 @@ class LoraHandle:
         tensors = self.tensors()
         for name in [name for name in tensors if name.endswith(".dora_scale")]:
             layer: Any = self.model.get_submodule(name.removesuffix(".dora_scale"))
-            tensors[name] = (tensors[name].float() * _norm_ratio(layer).cpu()).to(tensors[name].dtype)
+            tensors[name] = tensors[name].float() * _norm_ratio(layer).cpu()
         return tensors
 
     @torch.no_grad()

@@ -381,8 +381,8 @@ def test_a_layout_that_loses_dora_is_warned_of_when_the_job_is_checked_and_when_
 
 def test_a_dora_file_for_both_readers_holds_each_readers_magnitudes(tmp_path):
     """dora_scale restated for ComfyUI, which divides by other norms, and PEFT's as it was trained."""
-    sections = {"lora": {"dora": True, "rank": 2}, "train": {"steps": 2}, "output": {"lora_layout": "both"}}
-    result = run_job(make_tiny_job(tmp_path, **sections))
+    sections = {"lora": {"dora": True, "rank": 2}, "train": {"steps": 2}}
+    result = run_job(make_tiny_job(tmp_path, **sections, output={"lora_layout": "both", "lora_dtype": "bfloat16"}))
     trained = load_file(result.checkpoint / "adapter.safetensors")
     ends = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "dora_scale")
     modules = [name.removesuffix(".dora_scale") for name in trained if name.endswith(".dora_scale")]
@@ -391,6 +391,9 @@ def test_a_dora_file_for_both_readers_holds_each_readers_magnitudes(tmp_path):
         magnitude = result.lora[f"transformer.{module}.lora_magnitude_vector"]
         restated = result.lora[f"transformer.{module}.dora_scale"]
         assert torch.equal(magnitude, trained[f"{module}.dora_scale"]) and restated.shape == (len(magnitude), 1)
+        assert (
+            restated.dtype == torch.float32 and result.lora[f"transformer.{module}.{ends[0]}"].dtype == torch.bfloat16
+        )
         assert not torch.equal(magnitude, restated[:, 0]) and torch.allclose(magnitude, restated[:, 0], rtol=0.05)
 
 
