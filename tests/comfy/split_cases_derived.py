@@ -289,6 +289,11 @@ def _compare_trainings(case: Case) -> None:
     case.check("a linear of a kind of its own", "blocks.1.out" in (said := found(scaling).refused), said)
     first = taking.blocks[0]
     first.__dict__["mutation"] = Mutation(mix=lambda x: x + x @ first.out.weight)
+    large = filled(Mutated())
+    large.blocks[0].__dict__["mutation"] = Mutation(
+        mix=lambda x: x + x @ large.blocks[0].out.weight if x.shape[1] == 57 else x
+    )
+    case.check("or of another size alone", "LoRA" in (said := found(large).refused), said)
     case.check("weights out of their layers", "first" not in (said := found(taking).refused) and "LoRA" in said, said)
     with mock.patch.object(gradients, "_weights_in_their_layers", lambda model: contextlib.nullcontext()):
         case.check("unseen where they stay", "LoRA" not in (said := found(taking).refused), said)

@@ -99,12 +99,16 @@ def trained_blocks(cards: Cards, given: Mapping[str, Any]) -> Blocks:
                 return f"{name} computes by {code} more than its weight does, to which ComfyUI's loader adds a LoRA"
         if any(each.dtype in (torch.float16, torch.bfloat16) for each in tensors_reached(proof.output)):
             return "it computes in halves, whatever it is given, which hides faults of gradients"
+        with torch.no_grad():  # in its own type and size, too, where a class may do otherwise
+            whole = cards.forwards[0](**copied(given))
         try:
-            with _weights_in_their_layers(model), stages, torch.no_grad():
-                output = cards.forwards[0](**copied(small))
+            with _weights_in_their_layers(model), torch.no_grad():
+                own = cards.forwards[0](**copied(given))
+                with stages:
+                    output = cards.forwards[0](**copied(small))
         except (RuntimeError, NotImplementedError) as error:
             return f"it takes weights out of its layers, where a LoRA would be left out: {first_line(error)}"
-        if apart(output, proof.output) > 1:
+        if any(apart(*pair) > 1 for pair in ((output, proof.output), (own, whole))):
             return "it takes weights out of its layers, where a LoRA would be left out"
         if left := stages.blocks.keys() - set(stages.calls):
             return f"it does not call {min(left)} as a module"
