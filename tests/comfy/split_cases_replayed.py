@@ -169,13 +169,15 @@ def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
 def replayed_until_somebody_replaces_attention(case: Case) -> None:
     """FLUX's blocks call it in a module that has none of their classes."""
     host, name = case.host, "flux1_heads"
-    with replayed():
-        model = together(host.load(name))
-        host.sample(model, name, steps=STEPS)
-        replays = _graphs(model).num_replays
-        with mock.patch.object(flux_math, "optimized_attention", attention_basic):
-            host.sample(model, name, steps=1)
-        case.check("nothing is replayed with another", _graphs(model).num_replays == replays > 0)
+    for way in (together, tensor):
+        with replayed():
+            model = way(host.load(name))
+            host.sample(model, name, steps=STEPS)
+            replays = _graphs(model).num_replays
+            with mock.patch.object(flux_math, "optimized_attention", attention_basic):
+                host.sample(model, name, steps=1)
+            case.check(f"nothing is replayed with another, {way}", _graphs(model).num_replays == replays > 0)
+        host.unload_all()
 
 
 @case

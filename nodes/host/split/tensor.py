@@ -35,6 +35,7 @@ from ....parallel.local.shards import (
 )
 from ....parallel.local.tensor_parallel import TensorParallel
 from .attachments import KEY, ROOT, check_divisible, is_options
+from .leading import attention_of
 from .model_copy import Origin, copy_structure, reachable
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .tree import Executor, SplitTree
@@ -143,6 +144,7 @@ class TensorExecutor(Executor):
         self.bridge.replay(addresses_on)
         self._layers = tuple(layer for block in by_block for layer in block.modules())
         self._num_attached = 0  # hooks and forwards of layers, at the last forward
+        self._attention = attention_of(tree.diffusion_model, is_wide=True)
         self._patches: dict[torch.device, tuple[Any, dict[str, Any]]] = {}
         self._patches_uuid: object = None  # with which the cards were compared
         self._unpatched = {
@@ -169,6 +171,9 @@ class TensorExecutor(Executor):
         if number != self._num_attached:
             tree.look_again()
             self._num_attached = number
+        if (attention := {at: getattr(*at, None) for at in self._attention}) != self._attention:
+            self.bridge.release()  # its graphs call what stood there before
+            self._attention = attention
         forwards = [layer.__dict__["forward"] for layer in self._layers if "forward" in layer.__dict__]
         if any(isinstance(part, BypassForwardHook) for each in forwards for part in reachable(each)):
             found.append("a bypass LoRA")  # it would act on the main card's slices only
