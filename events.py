@@ -79,7 +79,12 @@ class EventLog:
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
         """Announce one event."""
         try:
-            self._append(json.dumps({"kind": kind, "step": step, "total": total, **values}).encode())
+            line = json.dumps({"kind": kind, "step": step, "total": total, **values}).encode() + b"\n"
+            data = line if self._is_whole else b"\n" + line
+            self._is_whole = False  # after an OSError the next line is whole all the same
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._is_whole = True
             if self._scalars is not None and kind in {"step", "eval"}:
                 for name, value in values.items():
                     if not isinstance(value, list):
@@ -92,14 +97,6 @@ class EventLog:
                 self._listener(Event(kind, step, total, values))
             except OSError as error:
                 self._warn(error)
-
-    def _append(self, line: bytes) -> None:
-        """Raises: OSError; the next line is then whole all the same."""
-        data = line + b"\n" if self._is_whole else b"\n" + line + b"\n"
-        self._is_whole = False
-        if self._file.write(data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._is_whole = True
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:

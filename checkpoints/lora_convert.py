@@ -19,7 +19,7 @@ from .lora_change import DIFFUSERS, KOHYA, ORIGINAL, added_rows, spans_of, title
 from .lora_file import ALPHA, DORA, MAGNITUDE, OFT, A, B, LoraLayout
 from .lora_start import LayerNames, has_size, is_text_layer, layer_size
 from .lora_tools import LoraFile, Result, Tensors, refuse_kinds
-from .model_class import Shapes, expected_shapes
+from .model_class import expected_shapes
 from .model_files import first
 
 FileLayout = Literal["original", "diffusers", "both", "kohya"]
@@ -56,7 +56,11 @@ def find_models(file: LoraFile, family: str = "") -> list[Model]:
         names = LayerNames(each, linears)
         stacks = {layer: stack for layer in sizes if (stack := names.find(layer)) is not None}
         if stacks.keys() == sizes.keys() and sizes:
-            variants = [name for name, own in shapes.items() if _have_sizes(own, stacks, sizes)]
+            variants = []
+            for name, own in shapes.items():
+                cut = {at: [own.get(f"{m}.weight", (0, 0)) for m in stack.members] for at, stack in stacks.items()}
+                if all(has_size(sizes[at], (sum(rows for rows, *_ in of), of[0][1])) for at, of in cut.items()):
+                    variants.append(name)
             found.append(Model(each, names, stacks, variants))
     return [model for model in found if model.variants] or found
 
@@ -116,14 +120,6 @@ def describe_loaders(file: LoraFile, model: Model) -> dict[str, str]:
         "ComfyUI": f"loads {len(model.stacks) - len(unread)} of {len(model.stacks)} layers{missed}",
         "diffusers": others,
     }
-
-
-def _have_sizes(shapes: Shapes, stacks: Mapping[str, Stack], sizes: Mapping[str, tuple[int, int]]) -> bool:
-    for layer, stack in stacks.items():
-        members = [shapes.get(f"{member}.weight", (0, 0)) for member in stack.members]
-        if not has_size(sizes[layer], (sum(rows for rows, *_ in members), members[0][1])):
-            return False
-    return True
 
 
 def convert(file: LoraFile, layout: FileLayout, family: str = "", dtype: torch.dtype | None = None) -> Result:

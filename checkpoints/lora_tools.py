@@ -217,7 +217,11 @@ def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
             if len(having) == 1 and not (
                 asked.is_cut and (not is_plain or asked.share < 1 or asked.rank < len(own[A]))
             ):
-                parts = _scaled(own, factor)
+                parts = own
+                if factor != 1:
+                    has_alpha = ALPHA in own and any(kind in own for kind in lora_start.RANKED)
+                    kind = ALPHA if has_alpha else next(kind for kind in (B, *FIRST) if kind in own)
+                    parts = {**own, kind: own[kind] * factor}
             else:
                 weighted = [(lora_start.with_strength(each), weight) for _, weight, each in having]
                 if is_plain:
@@ -241,15 +245,6 @@ def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
     cut = (f"rank {asked.rank}" if asked.rank else "", f"{asked.share:g} of energy" if asked.share < 1 else "")
     did = ", ".join(filter(None, (said, *cut)))
     return (result := Result(tensors(), did, files[0][0].reader.header.metadata))
-
-
-def _scaled(own: Layer, factor: float) -> Layer:
-    """The same layer times a number."""
-    if factor == 1:
-        return own
-    has_alpha = ALPHA in own and any(kind in own for kind in lora_start.RANKED)
-    kind = ALPHA if has_alpha else next(kind for kind in (B, *FIRST) if kind in own)
-    return {**own, kind: own[kind] * factor}
 
 
 def _cut_sum(

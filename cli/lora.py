@@ -100,7 +100,13 @@ def run(options: argparse.Namespace) -> int:
         if options.tool == "inspect":
             facts = collect(file := stack.enter_context(tools.open_lora(options.file)))
             if options.model:
-                facts["unread"] = _unread(file, options.model)
+                from ..checkpoints.lora_start import is_text_layer
+                from ..nodes.host.native.source import read_native
+
+                host = read_native(options.model, "bfloat16").family.host
+                assert host is not None
+                tensors = file.reader.all_tensors()
+                facts["unread"] = host.unread_lora({n: each for n, each in tensors.items() if not is_text_layer(n)})
             say(json.dumps(facts, indent=2) if options.json else report(facts, show_all=options.layers))
             return 0
         tools.refuse_place(options.output)
@@ -173,16 +179,6 @@ def collect(file: LoraFile) -> dict[str, Any]:
         "layers": layers,
         "metadata": dict(file.reader.header.metadata),
     }
-
-
-def _unread(file: LoraFile, model: Path) -> list[str]:
-    """Tensors that ComfyUI's loader does not map onto a model, text encoders left out."""
-    from ..checkpoints.lora_start import is_text_layer
-    from ..nodes.host.native.source import read_native
-
-    host = read_native(model, "bfloat16").family.host
-    assert host is not None
-    return host.unread_lora({name: each for name, each in file.reader.all_tensors().items() if not is_text_layer(name)})
 
 
 def report(facts: dict[str, Any], *, show_all: bool = False) -> str:

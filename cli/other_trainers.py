@@ -196,14 +196,11 @@ def _side(value: Any) -> list[int]:
     return [round(math.prod(map(float, parts)) ** (1 / len(parts)))]
 
 
-def _sides(value: Any) -> list[int]:
-    """Several of them: numbers, or pairs of width and height."""
-    return [one for each in (value if isinstance(value, list) else str(value).split(",")) for one in _side(each)]
-
-
 _CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "side": _side,
-    "sides": _sides,
+    "sides": lambda value: [  # several of them: numbers, or pairs of width and height
+        one for each in (value if isinstance(value, list) else str(value).split(",")) for one in _side(each)
+    ],
     "prefix": lambda value: f"{value}{{caption}}",
     "prefix_apart": lambda value: f"{value} {{caption}}",
     "prompts": lambda value: [each if isinstance(each, str) else each["prompt"] for each in value] or None,

@@ -138,7 +138,13 @@ class Tables:
         file = lyrics_file(path)
         if (lyrics := read_caption(file)) is not None:
             said["lyrics"] = lyrics, str(file)
-        return {key: _of_song(key, value, where) for key, (value, where) in said.items()}
+        song: dict[str, str | int] = {}
+        for key, (value, where) in said.items():
+            text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+            if text is None or not _OF_SONGS[key].fullmatch(text) or _HALF.search(text):
+                raise ValueError(f"{where}: {key} is {value!r:.60}, which is not taken; {_FOR_SONGS.get(key, _REMEDY)}")
+            song[key] = int(text[:3] if key == "bpm" else text[0]) if key in ("bpm", "timesignature") else text
+        return song
 
     def has(self, path: Path) -> bool:
         """Whether an entry is of this image or clip."""
@@ -265,13 +271,6 @@ _OF_SONGS: dict[str, re.Pattern[str]] = {  # what ComfyUI's text encode nodes of
     "keyscale": re.compile(r".{1,40}"),
     "language": re.compile(r".{1,40}"),
 }
-
-
-def _of_song(key: str, value: Any, where: str) -> str | int:
-    text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
-    if text is None or not _OF_SONGS[key].fullmatch(text) or _HALF.search(text):
-        raise ValueError(f"{where}: {key} is {value!r:.60}, which is not taken; {_FOR_SONGS.get(key, _REMEDY)}")
-    return int(text[:3] if key == "bpm" else text[0]) if key in ("bpm", "timesignature") else text
 
 
 # ---- texts

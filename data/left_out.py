@@ -118,12 +118,8 @@ def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
     )
 
 
-def _is_media(entry: Path) -> bool:
-    return _ending(entry) in media_suffixes()
-
-
 def _is_media_or_caption(entry: Path) -> bool:
-    return _is_media(entry) or _ending(entry) in TEXT_FILES
+    return (ending := _ending(entry)) in media_suffixes() or ending in TEXT_FILES
 
 
 def _ending(file: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..data.image import ImageRequest, SoundRequest
+from ..data.image import ImageRequest
 from ..data.samples import Condition, Wanted
 from ..data.sounds import read_sound
 from ..data.video import read_frames
@@ -143,25 +143,22 @@ class ComfyLatents(LatentSource):
                 if request.is_sound and entry[SAMPLES].shape[-1] != request.sound.cells:
                     raise ValueError(f"it made {entry[SAMPLES].shape[-1]} columns in place of {request.sound.cells}")
                 if heard and not request.is_sound:
-                    entry[f"{MORE_SAMPLES}1"] = self._beside(heard, request.sound, path)
+                    # As much of the clip's sound as sampling would make beside it.
+                    (sound,) = read_samples(self.audio_vae.encode_sound(*heard, is_padded=True), path)
+                    axis, cells = self.sound.index(0), request.sound.cells
+                    found = sound[SAMPLES].shape[axis] if sound[SAMPLES].ndim == len(self.sound) else 0
+                    if not cells <= found <= cells + _MOST_SPARE_CELLS:
+                        raise ValueError(
+                            f"the VAE of its sound made {found} columns of {request.sound.length_s:.2f} s, and the "
+                            f"model takes {cells}; name the model's own with cache.stock_audio_vae"
+                        )
+                    entry[f"{MORE_SAMPLES}1"] = sound[SAMPLES].narrow(axis, 0, cells).clone()
                 if reason := self.problem(shapes_of(entry), 0 if pixels is None else pixels.shape[1]):
                     raise ValueError(reason)
             except ValueError as error:
                 raise ValueError(f"the stock VAE does not fit: of {path}, {error}") from error
             entries.append(entry)
         return entries
-
-    def _beside(self, heard: tuple[torch.Tensor, int], request: SoundRequest, path: str) -> torch.Tensor:
-        """As much of a clip's sound as sampling would make beside it."""
-        (made,) = read_samples(self.audio_vae.encode_sound(*heard, is_padded=True), path)
-        axis = self.sound.index(0)
-        found = made[SAMPLES].shape[axis] if made[SAMPLES].ndim == len(self.sound) else 0
-        if not request.cells <= found <= request.cells + _MOST_SPARE_CELLS:
-            raise ValueError(
-                f"the VAE of its sound made {found} columns of {request.length_s:.2f} s, and the model takes "
-                f"{request.cells}; name the model's own with cache.stock_audio_vae"
-            )
-        return made[SAMPLES].narrow(axis, 0, request.cells).clone()
 
     def close(self) -> None:
         for each in filter(None, (self.vae, self.audio_vae)):
@@ -251,7 +248,7 @@ class ComfyConditions(Source[Wanted]):
     def encode_batch(self, given: Sequence[tuple[str, ConditionParts]]) -> Sequence[Entry]:
         entries = []
         for each in given:
-            what = self._describe(each)
+            what = f"the condition of {each[0]}"
             entry = read_conditioning(self.conditioner.make(each[1]), what, keeps_all=True)
             if (mask := entry.pop(f"{OPTION}{NOISE_MASK}", None)) is not None:
                 entry[NOISE_MASK] = mask
@@ -261,9 +258,6 @@ class ComfyConditions(Source[Wanted]):
                 raise ValueError(f"{what} does not fit: {reason}")
             entries.append(entry)
         return entries
-
-    def _describe(self, given: tuple[str, ConditionParts]) -> str:
-        return f"the condition of {given[0]}"
 
     def close(self) -> None:
         if self.conditioner is not None:

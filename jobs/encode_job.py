@@ -21,7 +21,7 @@ from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyLatents
 from ..encoding.encode import NONE_OUTDATED, fill, never
 from ..encoding.key import comfy_text_key
-from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Source, TextSource
+from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Source
 from ..encoding.store import CacheStore, Stamp, State
 from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
@@ -215,25 +215,22 @@ def _work(
     samples = (*plan.samples, *plan.eval_samples)
     match part:
         case "captions":
-            return captions_of(plan.job, samples), _text_sources(plan, encoders)
+            captions, settings = captions_of(plan.job, samples), plan.job.cache
+            if settings.text_source:
+                of_tokens = plan.job.lora.text_encoder
+                return captions, [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=of_tokens)]
+            _refuse_unnamed(settings.has_stock_text)
+            folder = component_folder(plan, settings.text_encoders, "text_encoders")
+            dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
+            return captions, [
+                FolderTexts(spec, folder, settings.text_device, dtype, settings.text_quantize, window_bytes)
+                for spec in plan.variant.text_encoders
+            ]
         case "latents":
             return [each.image_request() for each in samples], [_latent_source(plan, encoders)]
         case "conditions":
             wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
             return wanted, [comfy_conditions(plan.job, comfy_reader(plan), encoders)] if wanted else []
-
-
-def _text_sources(plan: JobPlan, encoders: ComfyEncoders) -> Sequence[TextSource]:
-    settings = plan.job.cache
-    if settings.text_source:
-        return [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=plan.job.lora.text_encoder)]
-    _refuse_unnamed(settings.has_stock_text)
-    folder = component_folder(plan, settings.text_encoders, "text_encoders")
-    dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
-    return [
-        FolderTexts(spec, folder, settings.text_device, dtype, settings.text_quantize, window_bytes)
-        for spec in plan.variant.text_encoders
-    ]
 
 
 def _refuse_unnamed(is_asked: bool) -> None:

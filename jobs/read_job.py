@@ -117,18 +117,13 @@ class ReadJob:
         masked = next((each.latents_key for each in self.encoded if each.has_mask), "")  # which takes more memory
         entry = (store.get(masked) if masked and is_known else None) or {}
         tensors |= {name: each for name, each in entry.items() if name == NOISE_MASK}
-        if sound := self._longest_sound():
+        sounds = [each.sound for each in self.encoded]  # beside videos
+        if comfy := self.info.family.comfy:
+            heard = [each.sound for each in self.samples if each.sound and each.frames]
+            sounds += [tuple(side or each.cells for side in comfy.sound) for each in heard]
+        if sound := max(sounds, key=math.prod, default=()):
             tensors[f"{STREAM}1"] = torch.empty(0, *sound)
         return SampleText(tensors) if tensors else None
-
-    def _longest_sound(self) -> tuple[int, ...]:
-        """Shape of the longest beside a video; () without."""
-        found = [each.sound for each in self.encoded]
-        comfy = self.info.family.comfy
-        for each in self.samples:
-            if each.sound and each.frames and comfy:
-                found.append(tuple(side or each.sound.cells for side in comfy.sound))
-        return max(found, key=math.prod, default=())
 
     def _disk_note(self, text: SampleText | None) -> str:
         """How much of the disk its texts take, where that is much; "" also where nobody knows how large one is."""

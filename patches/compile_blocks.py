@@ -266,7 +266,7 @@ class OutOfPlace:
 
     def __call__(self, module: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
         backend = torch._dynamo.lookup_backend(self._backend) if isinstance(self._backend, str) else self._backend
-        end = _output(module.graph)
+        (end,) = module.graph.find_nodes(op="output")
         num_outputs = len(end.args[0])
         nodes = module.graph.nodes
         assigned = Counter(_storage(node.args[0]) for node in nodes if _operation(node) is not None and node.args)
@@ -296,11 +296,6 @@ class OutOfPlace:
             return outputs[:num_outputs]
 
         return write_behind if written else compiled
-
-
-def _output(graph: Graph) -> Any:
-    (end,) = graph.find_nodes(op="output")
-    return end
 
 
 def _operation(node: Node) -> Any:

@@ -262,7 +262,12 @@ def _lycoris_output(layer: Any, x: Tensor) -> Tensor | None:
     if is_loha:
         added = F.linear(x, _loha_product(layer, name, x.dtype)) * layer.scaling[name]
     else:
-        added = _lokr_added(layer, x, name)
+        first, *second = (each.to(x.dtype) for each in _lokr_factors(layer, name))
+        rows = x.reshape(*x.shape[:-1], first.shape[1], -1)
+        for factor in second:
+            rows = F.linear(rows, factor)
+        scaling = layer.scaling[name]
+        added = F.linear(rows.mT, first if scaling == 1 else first * scaling).mT.flatten(-2)
     if magnitudes is None:
         return y + added
     bias = layer.base_layer.bias
@@ -280,12 +285,3 @@ def _lokr_factors(layer: Any, name: str) -> tuple[Tensor, ...]:
     """W1, and W2 or W2b and W2a."""
     first = layer.lokr_w1[name] if name in layer.lokr_w1 else layer.lokr_w1_a[name] @ layer.lokr_w1_b[name]
     return first, *((layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name]))
-
-
-def _lokr_added(layer: Any, x: Tensor, name: str) -> Tensor:
-    first, *second = (each.to(x.dtype) for each in _lokr_factors(layer, name))
-    rows = x.reshape(*x.shape[:-1], first.shape[1], -1)
-    for factor in second:
-        rows = F.linear(rows, factor)
-    scaling = layer.scaling[name]
-    return F.linear(rows.mT, first if scaling == 1 else first * scaling).mT.flatten(-2)

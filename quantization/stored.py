@@ -60,31 +60,9 @@ def _bits(packed: Tensor, count: int) -> Tensor:
     return torch.stack([(packed >> bit) & 1 for bit in range(count)], 1)
 
 
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """32 bits that lie in 4 bytes, each as a 16. [B, 4] -> [B, 32]"""
-    return _bits(packed, 8).transpose(1, 2).flatten(1) << 4
-
-
-def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    torch.mul(_half(blocks, 0), _nibbles(blocks[:, 2:]).view(torch.int8) - 8, out=out)
-
-
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    torch.add(_half(blocks, 0) * _nibbles(blocks[:, 4:]), _half(blocks, 2), out=out)
-
-
-def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    torch.mul(_half(blocks, 0), numbers.view(torch.int8) - 16, out=out)
-
-
-def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    torch.add(_half(blocks, 0) * numbers, _half(blocks, 2), out=out)
-
-
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    torch.mul(_half(blocks, 0), blocks[:, 2:].view(torch.int8), out=out)
+def _fives(packed: Tensor) -> Tensor:
+    """32 numbers of 5 bits: 4 bytes with the fifth bits, then the others' nibbles. [B, 20] -> [B, 32]"""
+    return _nibbles(packed[:, 4:]) | (_bits(packed[:, :4], 8).transpose(1, 2).flatten(1) << 4)
 
 
 def _sixes(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,11 +100,15 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
 
 # By GGUF's names. What is not here is refused by checkpoints/gguf_header.py.
 PACKINGS: Mapping[str, Packing] = {
-    "Q4_0": Packing(32, 18, (0,), _q4_0),
-    "Q4_1": Packing(32, 20, (0, 2), _q4_1),
-    "Q5_0": Packing(32, 22, (0,), _q5_0),
-    "Q5_1": Packing(32, 24, (0, 2), _q5_1),
-    "Q8_0": Packing(32, 34, (0,), _q8_0),
+    "Q4_0": Packing(
+        32, 18, (0,), lambda x, out: torch.mul(_half(x, 0), _nibbles(x[:, 2:]).view(torch.int8) - 8, out=out)
+    ),
+    "Q4_1": Packing(32, 20, (0, 2), lambda x, out: torch.add(_half(x, 0) * _nibbles(x[:, 4:]), _half(x, 2), out=out)),
+    "Q5_0": Packing(
+        32, 22, (0,), lambda x, out: torch.mul(_half(x, 0), _fives(x[:, 2:]).view(torch.int8) - 16, out=out)
+    ),
+    "Q5_1": Packing(32, 24, (0, 2), lambda x, out: torch.add(_half(x, 0) * _fives(x[:, 4:]), _half(x, 2), out=out)),
+    "Q8_0": Packing(32, 34, (0,), lambda x, out: torch.mul(_half(x, 0), x[:, 2:].view(torch.int8), out=out)),
     "Q4_K": Packing(256, 144, (0, 2), _q4_k),
     "Q5_K": Packing(256, 176, (0, 2), _q5_k),
     "Q6_K": Packing(256, 210, (208,), _q6_k),

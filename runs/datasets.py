@@ -63,15 +63,12 @@ def dataset_routes(names: Callable[[], list[str]], find: Find) -> Routes:
     """
     return {
         ("GET", "datasets"): lambda values: Answer(values={"folders": names()}),
-        ("GET", "dataset"): partial(_dataset, names, find),
+        ("GET", "dataset"): lambda values: Answer(
+            values={"files": list(map(_described, look_at(_config(_folder(names, find, values), values))))}
+        ),
         ("GET", "picture"): partial(_picture, find),
         ("POST", "caption"): partial(_caption, names, find),
     }
-
-
-def _dataset(names: Callable[[], list[str]], find: Find, values: dict[str, Any]) -> Answer:
-    config = _config(_folder(names, find, values), values)
-    return Answer(values={"files": [_described(each) for each in look_at(config)]})
 
 
 def _described(each: Captioned) -> dict[str, Any]:

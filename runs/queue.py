@@ -130,7 +130,12 @@ class JobQueue:
             queued = QueuedJob(
                 uuid.uuid4().hex, str(self.store.root), run, tuple(devices), job_to_dict(job), is_resumed
             )
-            earlier = self._earlier(run)
+            record = read_record(self.folder(run))
+            if record is not None and record.state == "running":
+                raise Busy(f"{run} is under way; stop it, or wait for its end")
+            earlier = next((each for each in self.jobs() if each.run == run), None)
+            if earlier is not None and earlier.state == "starting":
+                raise Busy(f"{run} is starting; press Stop at it in the sidebar's tab DeviceBridge, then Run again")
             jobs = self._all()
             if earlier is not None and earlier.state == "waiting":
                 jobs[jobs.index(earlier)] = queued
@@ -138,16 +143,6 @@ class JobQueue:
                 jobs = [each for each in jobs if each != earlier] + [queued]
             self._save(jobs)
         return queued
-
-    def _earlier(self, run: str) -> QueuedJob | None:
-        """What the queue has of this run, which a new job takes the place of. Raises: Busy for one that was started."""
-        record = read_record(self.folder(run))
-        if record is not None and record.state == "running":
-            raise Busy(f"{run} is under way; stop it, or wait for its end")
-        found = next((each for each in self.jobs() if each.run == run), None)
-        if found is not None and found.state == "starting":
-            raise Busy(f"{run} is starting; press Stop at it in the sidebar's tab DeviceBridge, then Run again")
-        return found
 
     def remove(self, job_id: object) -> None:
         """Take a job that waits or has failed out of the queue. Raises: NotThere; Busy if it has been started."""

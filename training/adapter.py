@@ -89,7 +89,15 @@ class LoraHandle:
             layer: Any = self._text_layer(name, given) if is_of_text(name) else self.model.get_submodule(name)
             kinds: dict[str, Any] = {kind: getattr(layer, kind, {}) for kind in (*LOKR, *LOHA, OFT)}
             if own := {kind: each[_ADAPTER] for kind, each in kinds.items() if _ADAPTER in each}:
-                self._take_over(name, own, given, strength)
+                parts = {kind: each for kind, each in given.items() if kind != DORA}
+                shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (parts, own)]
+                if shapes[0] != shapes[1]:
+                    raise ValueError(
+                        f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor "
+                        "and lora.rank to those of the file"
+                    )
+                for kind, parameter in own.items():
+                    parameter.copy_(parts[kind] / strength if kind in FIRST else parts[kind])
                 magnitudes = getattr(layer, DORA, {})
             else:
                 rank = given[A].shape[0]
@@ -105,18 +113,6 @@ class LoraHandle:
             else:  # plain: the length that it gives the rows
                 magnitude = changed_weight(layer, _ADAPTER).norm(dim=1)
             magnitudes[_ADAPTER].copy_(magnitude.to(magnitudes[_ADAPTER]))
-
-    def _take_over(self, name: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor], strength: float) -> None:
-        """Of LoKr, LoHa and OFT, which a file has cut alike."""
-        given = {kind: each for kind, each in given.items() if kind != DORA}
-        shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor "
-                "and lora.rank to those of the file"
-            )
-        for kind, parameter in own.items():
-            parameter.copy_(given[kind] / strength if kind in FIRST else given[kind])
 
     def _text_layer(self, name: str, given: Mapping[str, Tensor]) -> Any:
         """The layer of this fqn; the sizes of text encoders are not known before they are loaded."""

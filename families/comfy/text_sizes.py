@@ -60,12 +60,6 @@ def _text_of_hidream(model: Any) -> dict[str, torch.Tensor]:
     return {**sized, f"{OPTION}conditioning_llama3": layers}
 
 
-def _text_of_ltx_video(model: nn.Module) -> dict[str, torch.Tensor]:
-    """It does not run without a mask."""
-    mask = torch.ones(UNKNOWN_TEXT, dtype=torch.long)
-    return {**_sized(UNKNOWN_TEXT, _width(model, "caption_projection.linear_1"), 0), f"{OPTION}attention_mask": mask}
-
-
 def _text_of_ltx2(model: nn.Module) -> dict[str, torch.Tensor]:
     """Its connectors make 1024 tokens of as many as there are. LTX-2.3's text has what blocks of each stream read."""
     readers = (f"transformer_blocks.0.{each}.to_k" for each in ("attn2", "audio_attn2"))
@@ -82,7 +76,10 @@ _SPECIAL: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "HunyuanVideo": lambda model: _sized(  # builds without vector_in are given pooled_output, too, and do not read it
         UNKNOWN_TEXT, _width(model, "txt_in.input_embedder"), _width(model, "vector_in.in_layer") or 1
     ),
-    "LTXVModel": _text_of_ltx_video,
+    "LTXVModel": lambda model: {  # does not run without a mask
+        **_sized(UNKNOWN_TEXT, _width(model, "caption_projection.linear_1"), 0),
+        f"{OPTION}attention_mask": torch.ones(UNKNOWN_TEXT, dtype=torch.long),
+    },
     "LTXAVModel": _text_of_ltx2,
 }
 

@@ -195,13 +195,9 @@ def list_models() -> list[str]:
     """Names of files in models/diffusion_models and models/checkpoints, then of folders in models/diffusers."""
     names = [name for kind in _OF_MODELS for name in sorted(folder_paths.get_filename_list(kind))]
     files = [name for name in names if name.endswith((".safetensors", ".sft"))]
-    return list(dict.fromkeys([*files, *_gguf_files(), *sorted(_diffusers_folders())]))
-
-
-def _gguf_files() -> list[str]:
-    """Names of those in models/diffusion_models, whose own list of endings lacks this one."""
-    bases = folder_paths.get_folder_paths("diffusion_models")
-    return sorted(name for base in bases for name in glob("**/*.gguf", root_dir=base, recursive=True))
+    bases = folder_paths.get_folder_paths("diffusion_models")  # whose own list of endings lacks .gguf
+    of_gguf = sorted(name for base in bases for name in glob("**/*.gguf", root_dir=base, recursive=True))
+    return list(dict.fromkeys([*files, *of_gguf, *sorted(_diffusers_folders())]))
 
 
 def list_checkpoints() -> list[str]:

@@ -59,7 +59,7 @@ def map_lora(
         places = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: names), places)
     for name, weight in base.diffusion_model.named_parameters() if renames else ():
         if (stack := find_by_original(name.removesuffix(_SUFFIX), renames)) is not None:
-            change = (_halves_swapped,) if stack.swap_halves else ()
+            change = (lambda rows: torch.cat(rows.chunk(2)[::-1]),) if stack.swap_halves else ()
             for member, (first, end) in stack.rows(len(weight)).items():
                 place = (f"{_PREFIX}{name}", (0, first, end - first), *change)
                 places |= {f"{prefix}{member}": place for prefix in ("", "transformer.", _PREFIX)}
@@ -71,10 +71,6 @@ def map_lora(
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
     read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
     return found, sorted(set(named) - read)
-
-
-def _halves_swapped(rows: Tensor) -> Tensor:
-    return torch.cat(rows.chunk(2)[::-1])
 
 
 def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()) -> dict[str, dict[str, Tensor]]:

@@ -178,7 +178,13 @@ def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any])
         if plan is None:
             of_card(0).backward()
         else:
-            _by_rows(cards, plan, of_card)
+            rows = TokenParallel(cards.models, cards.devices, plan, (1.0,) * len(cards.models))
+            rows.attach()
+            whole, indices = TokenModel(cards.models, cards.devices, rows), list(map(id, cards.models))
+            try:
+                whole.together(lambda: whole.through(lambda model, _: of_card(indices.index(id(model)))).backward())
+            finally:
+                rows.remove()
     finally:
         lora.hooks.remove()
     device = cards.devices[0]
@@ -187,16 +193,6 @@ def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any])
         for leaves in lora.leaves
     ]
     return {name: torch.stack([each[name].to(device) for each in of_cards]).sum(0) for name in of_cards[0]}
-
-
-def _by_rows(cards: Cards, plan: TokenPlan, of_card: Callable[[int], torch.Tensor]) -> None:
-    rows = TokenParallel(cards.models, cards.devices, plan, (1.0,) * len(cards.models))
-    rows.attach()
-    whole, indices = TokenModel(cards.models, cards.devices, rows), list(map(id, cards.models))
-    try:
-        whole.together(lambda: whole.through(lambda model, device: of_card(indices.index(id(model)))).backward())
-    finally:
-        rows.remove()
 
 
 def _number_of(output: Any) -> torch.Tensor:
