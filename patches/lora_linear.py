@@ -72,6 +72,15 @@ def apply_fused_lycoris(model: nn.Module) -> None:
             layer.__class__ = _fused_class(own, _lycoris_output)
 
 
+def fit_loha(layers: Iterable[Any], adapter: str, rank: int) -> None:
+    """Draw PEFT's LoHa anew where it went by the shape of a weight whose numbers are packed, as GGUF has them."""
+    for layer in layers:
+        base = layer.base_layer
+        if base.weight.shape[-1] != base.in_features:
+            layer.create_adapter_parameters(adapter, rank, (base.out_features, base.in_features))
+            layer.reset_adapter_parameters(adapter)
+
+
 @torch.no_grad()
 def add_magnitudes(layers: Iterable[Any], adapter: str) -> None:
     """Give PEFT's LoKr and LoHa layers magnitudes that are trained, the norms of the rows of their weights."""

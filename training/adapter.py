@@ -22,6 +22,7 @@ from ..patches.lora_linear import (
     apply_fused_lycoris,
     apply_oft,
     changed_weight,
+    fit_loha,
     oft_block_size,
 )
 from ..quantization.frozen_linear import refuse_merge
@@ -247,6 +248,8 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
             apply_oft(model, targets, settings.rank, _ADAPTER)
         else:
             inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+        if settings.kind == "loha":
+            fit_loha(map(model.get_submodule, targets), _ADAPTER, settings.rank)
     if settings.dora and settings.kind != "lora":
         add_magnitudes(map(model.get_submodule, targets), _ADAPTER)
     place_lora_with_base(model)
