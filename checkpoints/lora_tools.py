@@ -267,11 +267,15 @@ def _cut_sum(
 def _sizes_of(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> dict[str, tuple[int, int]]:
     """Rows and columns of every layer. Raises: as combine."""
     sizes: dict[str, tuple[tuple[int, int], Path]] = {}
-    for file, weight in files:
+    prefixes = [{p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)} for file, _ in files]
+    for (file, weight), own in zip(files, prefixes, strict=True):
         if not math.isfinite(weight) or not weight:
             raise ValueError(f"{file.path} times {weight:g} is no LoRA; give another number")
-        if asked.is_cut and len({p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)}) > 1:
-            raise ValueError(f"{file.path} has layers twice, for both loaders; convert it to original before it is cut")
+        if len(own) > 1 and (asked.is_cut or prefixes.count(own) < len(files)):
+            raise ValueError(
+                f"{file.path} has layers twice, for both loaders; convert it to original before it is cut, or merged "
+                "with a file that has them once"
+            )
         ours, theirs = ([n for n in names if not is_text_layer(n)] or list(names) for names in (file.names, sizes))
         if theirs and not {*ours} & {*theirs}:
             raise ValueError(

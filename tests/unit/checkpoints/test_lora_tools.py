@@ -317,6 +317,7 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
     texts = [_layer("lora_te_text", 1) | _layer(x, 1) for x in (X, f"lora_unet_{X[16:].replace('.', '_')}")]
     named = [_file(tmp_path / f"named_{index}.safetensors", each) for index, each in enumerate(texts)]
     files["twice"] = _file(tmp_path / "twice.safetensors", twice)
+    files["once"] = _file(tmp_path / "once.safetensors", _layer("lora_unet_final_layer_linear", 1))
     tuned, base, _ = _models(tmp_path, (torch.float32, torch.float32))
     eight = {n: each.to(torch.float8_e4m3fn) if each.ndim > 1 else each for n, each in load_file(base).items()}
     eight_bit = _file(tmp_path / "eight.safetensors", eight)
@@ -340,6 +341,7 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
             (str(files["huge"]), "float16"),
         ),
         "cut in two ways": (["resize", files["twice"], "--rank", 1, *out], (str(files["twice"]), "both")),
+        "named in two ways": (["merge", files["twice"], files["once"], *out], (str(files["twice"]), "both")),
         "by 0": (["scale", good, "--by", 0, *out], (str(good),)),
         "there already": (["scale", good, "--by", 2, "-o", good], (str(good),)),
         "ending": (["scale", good, "--by", 2, "-o", tmp_path / "a.pt"], ("a.pt", ".safetensors")),
