@@ -22,18 +22,18 @@ from devicebridge.tests.comfy.split_cases_tensor_files import _no_worse
 def _each(case: Case, name: str, nodes: tuple[Node, ...]) -> None:
     host = case.host
     plain, divided = host.load(name, load_device=CPU), tensor(host.load(name))
-    clean = host.sample(plain, name, cfg=4.0)
+    clean = host.sample(plain, name, cfg=4.0, steps=3)
     for node in nodes:
         outputs = []
         for model in (plain, divided):
             random.seed(0)
-            outputs.append(host.sample(_apply(node, model), name, cfg=4.0))
+            outputs.append(host.sample(_apply(node, model), name, cfg=4.0, steps=3))
         if node[1] == "ModelComputeDtype":  # cards round their partial sums to bfloat16, one card the whole sums
             _no_worse(case, node[1], outputs[1], outputs[0], clean)
         else:
             near(case, node[1], outputs[1], outputs[0])
         case.differs(f"{node[1]}: it does something", outputs[0], clean)
-    near(case, "and without them", host.sample(divided, name, cfg=4.0), clean)
+    near(case, "and without them", host.sample(divided, name, cfg=4.0, steps=3), clean)
 
 
 @long_case
