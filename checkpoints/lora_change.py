@@ -138,7 +138,7 @@ def _factors(
 
 @dataclass(frozen=True)
 class Base:
-    """The weights of a model's file by the names that layers of LoRA files have."""
+    """The weights of a model's file by the names that layers of LoRA files have, underscores for dots."""
 
     path: Path
     records: Mapping[str, TensorRecord]
@@ -152,11 +152,10 @@ class Base:
         bare = layer
         for prefix in (ORIGINAL, KOHYA, DIFFUSERS, "lycoris_"):
             bare = bare.removeprefix(prefix)
-        by_name = {name.removesuffix(".weight").replace(".", "_"): name for name in self.records}
-        name, first, count = by_name.get(bare.replace(".", "_"), ""), 0, 0
+        name, first, count = bare.replace(".", "_"), 0, 0
         stacks = filter(None, (find_by_diffusers(bare, family.renames) for family in FAMILIES.values()))
-        for stack in () if name else stacks:  # a diffusers layer, of which the makers have rows of one
-            whole = f"{stack.original}.weight"
+        for stack in () if name in self.records else stacks:  # a diffusers layer, of which the makers have rows of one
+            whole = stack.original.replace(".", "_")
             if whole in self.records and not stack.swap_halves:
                 (first, end) = stack.rows(self.records[whole].shape[0])[bare]
                 name, count = whole, end - first
@@ -185,7 +184,8 @@ def open_base(path: Path | None) -> Iterator[Base | None]:
     records, _ = model_records(path)
     with ExitStack() as stack:
         files = {record.file for record in records.values()}
-        yield Base(path, records, {each: stack.enter_context(open_weights(each, is_model=True)) for each in files})
+        named = {name.removesuffix(".weight").replace(".", "_"): record for name, record in records.items()}
+        yield Base(path, named, {each: stack.enter_context(open_weights(each, is_model=True)) for each in files})
 
 
 def model_records(path: Path) -> tuple[dict[str, TensorRecord], list[str]]:

@@ -128,8 +128,8 @@ class Collective:
                 events: Arrivals = {}
                 box.put((name, self._rounds[rank], self._send(tensors, to, events) if tensors else (), events, forms))
 
-    def hand(self, rank: int, to: int, name: str, *values: Any) -> None:
-        """Give another rank values as they are."""
+    def send(self, rank: int, to: int, name: str, *values: Any) -> None:
+        """Send another rank values as they are, without a copy."""
         self._boxes[rank][to].put((name, self._rounds[rank], values, {}, ()))
 
     def another(self) -> Collective:
@@ -141,7 +141,7 @@ class Collective:
 
         Raises: as all_gather.
         """
-        return [own if each == rank else self.handed(each, rank, name) for each in range(self.size)]
+        return [own if each == rank else self.receive(each, rank, name) for each in range(self.size)]
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, of one shape, in the order of ranks: the same bits on all, in every run.
@@ -184,8 +184,8 @@ class Collective:
         self.post(rank, "the end", ())
         self._rounds[rank] += 1
 
-    def handed(self, sender: int, rank: int, name: str) -> Sequence[Any]:
-        """What a rank handed or sent to this one, the first that it has not taken yet. Raises: as all_gather."""
+    def receive(self, sender: int, rank: int, name: str) -> Sequence[Any]:
+        """What a rank sent to this one, the first that it has not taken yet. Raises: as all_gather."""
         box = self._boxes[sender][rank]
         message = None if self._errors else box.get()
         while message is not None and message[1] < self._rounds[rank]:  # the end of an earlier round

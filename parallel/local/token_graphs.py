@@ -1,7 +1,7 @@
 """A block of which each rank computes its rows, replayed as one CUDA graph.
 
 Two threads that launch the kernels of two cards take turns, as Python runs one at a time. The ranks' threads are inside
-forwards of their own, so at a block each hands its call to the first rank, and does what that one gives it to do until
+forwards of their own, so at a block each sends its call to the first rank, and does what that one sends it to do until
 it has the block's output. graphs.py says what is replayed, and what is compared before.
 """
 
@@ -77,21 +77,21 @@ def _led(rank: Rank, name: str, given: Any, compute: Callable[[Sequence[Any], An
             rank.group, rank.groups = outer, 0
 
     if rank.rank:
-        outer.hand(rank.rank, 0, name, given)
+        outer.send(rank.rank, 0, name, given)
         while True:
-            group, groups, work = outer.handed(0, rank.rank, name)
+            group, groups, work = outer.receive(0, rank.rank, name)
             if group is None:
                 return work
             output = done(group, groups, work)
             del work
-            outer.hand(rank.rank, 0, name, output)
+            outer.send(rank.rank, 0, name, output)
 
     def run(work: Sequence[Work], groups: int = 0) -> Sequence[Any]:
         group = outer.another()
         try:
             for to in range(1, outer.size):
-                outer.hand(0, to, name, group, groups, work[to])
-            found = [done(group, groups, work[0]), *(outer.handed(each, 0, name)[0] for each in range(1, outer.size))]
+                outer.send(0, to, name, group, groups, work[to])
+            found = [done(group, groups, work[0]), *(outer.receive(each, 0, name)[0] for each in range(1, outer.size))]
         except BaseException as failure:  # such as an interrupt, while others wait in the group
             group.abort(failure)
             raise
@@ -104,7 +104,7 @@ def _led(rank: Rank, name: str, given: Any, compute: Callable[[Sequence[Any], An
             group.forget()
         return found
 
-    outputs = compute([given, *(outer.handed(each, 0, name)[0] for each in range(1, outer.size))], run)
+    outputs = compute([given, *(outer.receive(each, 0, name)[0] for each in range(1, outer.size))], run)
     for to in range(1, outer.size):
-        outer.hand(0, to, name, None, 0, outputs[to])
+        outer.send(0, to, name, None, 0, outputs[to])
     return outputs[0]

@@ -626,17 +626,17 @@ def test_an_interrupt_of_the_first_rank_ends_what_others_wait_for() -> None:
     """It comes when the other one has its work, and waits for a rank that will compute nothing."""
     outer, is_waiting = Collective(2, lambda tensors, rank, arrivals: tensors), threading.Event()
     ranks = [SimpleNamespace(rank=rank, group=outer, groups=0) for rank in range(2)]
-    hand = outer.hand
+    send = outer.send
 
     def interrupted(rank: int, *given: Any) -> None:
-        hand(rank, *given)
+        send(rank, *given)
         if rank == 0:
             is_waiting.wait()
             raise KeyboardInterrupt
 
     def wait() -> None:
         is_waiting.set()
-        ranks[1].group.handed(0, 1, "keys")
+        ranks[1].group.receive(0, 1, "keys")
 
     def compute(given: Any, run: Any) -> Any:
         return run([lambda: None, wait])
@@ -645,7 +645,7 @@ def test_an_interrupt_of_the_first_rank_ends_what_others_wait_for() -> None:
         with suppress(RuntimeError):
             _led(ranks[1], "block", None, compute)  # type: ignore[arg-type]
 
-    outer.hand = interrupted  # type: ignore[method-assign]
+    outer.send = interrupted  # type: ignore[method-assign]
     other = threading.Thread(target=follow, daemon=True)
     other.start()
     with pytest.raises(KeyboardInterrupt):

@@ -480,7 +480,7 @@ def test_a_forward_of_one_of_several_sharing_cards_waits_for_no_other(has_gradie
     monkeypatch.setitem(TOKEN_PLANS, "Toy", PLAN)
     family: Any = SimpleNamespace(native=SimpleNamespace(class_name="Toy"))
     work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, row_shares=(1.0, 1.0))
-    monkeypatch.setattr(Collective, "handed", lambda *args: pytest.fail("it waits for another card"))
+    monkeypatch.setattr(Collective, "receive", lambda *args: pytest.fail("it waits for another card"))
     toy, shapes = make_toy().to("meta"), []
     for block in toy.blocks:
         block.attn.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
