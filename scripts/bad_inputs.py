@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import os
 import resource
 import runpy
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,32 +56,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="devicebridge-bad-inputs-") as name:
         os.environ["DEVICEBRIDGE_CACHE"] = str(Path(name) / "user_cache")
         bench = Bench(Path(name))
-        outcomes = [*_read_outcomes(arguments.out), *_run_all(bench, arguments)]
+        outcomes = list(_run_all(bench, arguments))
     _print_table(outcomes)
     return 1 if any(outcome.fault for outcome in outcomes) else 0
 
 
-def _read_outcomes(file: Path | None) -> list[Outcome]:
-    """Of a run that was stopped."""
-    if file is None or not file.exists():
-        return []
-    return [Outcome(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
 def _run_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Outcome]:
-    done = {(outcome.group, outcome.name) for outcome in _read_outcomes(arguments.out)}
     for case in bench.cases(arguments.chance, arguments.seed):
         is_wanted = arguments.case in case.name and (not arguments.only or case.group in arguments.only)
-        if not is_wanted or (case.group, case.name) in done:
+        if not is_wanted:
             continue
         outcome = bench.run(case)
         if outcome.fault == "hang":
             outcome = bench.run(case, PATIENCE_S)  # the machine may have been busy
         if outcome.fault:
             print(f"{outcome.fault}: {case.group}: {case.name}\n    {outcome.text[-300:]!r}", flush=True)
-        if arguments.out:
-            with arguments.out.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(asdict(outcome)) + "\n")
         yield outcome
 
 
@@ -181,9 +169,6 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="GROUP", help="a group of the table; may be repeated")
     parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose name has this")
-    parser.add_argument(
-        "--out", type=Path, help="add each outcome as a line of JSON; what it has already is not run again"
-    )
     return parser.parse_args()
 
 
