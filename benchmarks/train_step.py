@@ -8,8 +8,8 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
 - "one GPU": all blocks on cuda:0, micro-batches one after the other, every block recomputed.
 - "usual split": what a split by hooks usually is: blocks cut at the middle of the last list, every foreign block moves
   all of its arguments, PEFT's LoRA, torch's gradient checkpointing of every block, one micro-batch in flight; 8-bit
-  sections hold its weights in torchao's weight-only float8. Gradients of its attention are made right as the pack's
-  are (patches/attention.py): FLUX.1 would end without, and plans that cuDNN makes without would spoil the others'.
+  sections hold its weights in torchao's weight-only float8. It does without cuDNN's attention, as the pack's training
+  (patches/attention.py): FLUX.1 would end with it.
 - "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
   as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
   "offloaded": block inputs wait in pinned host memory (host_gb). For

@@ -28,8 +28,6 @@ from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList
 from ..families.tensor_plan import Shares, TensorPlan
 from ..families.token_plan import TokenPlan, places, segments
-from ..parallel.local.collectives import bytes_to_one
-from ..parallel.local.shards import collectives_in
 from ..parallel.placement import attention_width, block_flops, native_list, products_of, tokens_seen
 from .cards import PCIE_BYTES_PER_S, MachineSpeed
 
@@ -93,7 +91,7 @@ class ForwardWork:
 
     Args:
         flops: of all blocks. whole_flops: of layers that every card computes whole where the cards divide blocks.
-        sent_bytes: of partial sums that a card then sends each other card, in num_exchanges.
+        sent_bytes: of partial sums that a card then sends each other card.
         stream_bytes: of activations between two blocks.
         key_bytes: of keys and values of all rows, in all attentions. num_blocks: 0 for not known.
     """
@@ -101,7 +99,6 @@ class ForwardWork:
     flops: float
     sent_bytes: float
     stream_bytes: float
-    num_exchanges: int
     whole_flops: float = 0.0
     key_bytes: float = 0.0
     num_blocks: int = 0
@@ -132,7 +129,7 @@ def work_of(
             partial sums, or of keys and values.
     """
     flops = whole_flops = all_keys = sent_bytes = 0.0
-    num_exchanges, most_width = 0, 0
+    most_width = 0
     for each in blocks:
         block, plan, side = each.block, each.plan, each.side
         flops += block_flops(block, side, *num_tokens)
@@ -157,12 +154,11 @@ def work_of(
             if plan.is_decided(name):
                 sums[f"{name}, choices"] = _CHOICE_BYTES * tokens
         whole_flops += 0.0 if plan else sum(products.values())
-        num_exchanges += len(collectives_in(block, plan)) if plan else 0
         sent_bytes += sum(sums.values())
         most_width = max(most_width, width or attention_width(block, side))
     rows = num_tokens[0] + num_tokens[1] * any(each.side.is_joint for each in blocks)
     stream, num_blocks = _SIXTEEN_BITS * most_width * rows, len(blocks)
-    return ForwardWork(flops, sent_bytes, stream, num_exchanges, whole_flops, all_keys, num_blocks)
+    return ForwardWork(flops, sent_bytes, stream, whole_flops, all_keys, num_blocks)
 
 
 def forward_work(
@@ -241,7 +237,7 @@ class Ways:
             return math.inf
         divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
         slowest = max(s * d + rest for s, d, rest in zip(self.tensor_shares, divided, whole, strict=True))
-        sums = bytes_to_one(num_forwards * work.sent_bytes, work.num_exchanges, count) / self._link  # a card's one slot
+        sums = num_forwards * work.sent_bytes * (count - 1) / self._link  # over a card's one slot
         return num_forwards * slowest + sums
 
     def _tokens_s(self, num_forwards: int) -> float:

@@ -34,9 +34,6 @@ _Form = tuple[torch.Size, torch.dtype]
 # tensor the forms of its parts
 _Message = tuple[str, int, Sequence[Any], Arrivals, Sequence[_Form]]
 
-# An all-reduce of at least so many bytes among three and more ranks is a reduce-scatter and an all-gather. That takes
-# twice as many copies, which cost the host. The cards compute for longer than the host launches at such sizes.
-SLICED_FROM_BYTES = 2**23
 _RUN = 128  # numbers of a row that share a scale: a large number takes precision from these alone
 _SHORTEST_ROW = 16  # the scale of a shorter one, 4 bytes, would be most of what travels
 
@@ -79,12 +76,6 @@ def decode(
     return made
 
 
-def bytes_to_one(parts_bytes: float, num_parts: float, size: int) -> float:
-    """Bytes that one of `size` ranks receives in `num_parts` all-reduces. parts_bytes: of all parts of one rank."""
-    is_sliced = size > 2 and parts_bytes >= num_parts * SLICED_FROM_BYTES
-    return parts_bytes * (2 * (size - 1) / size if is_sliced else size - 1)
-
-
 class Collective:
     """A group of ranks, each a thread, that call the same collectives in the same order.
 
@@ -103,7 +94,6 @@ class Collective:
         ]  # [sender][receiver]
         self._rounds = [0] * size  # finished, by rank
         self._errors: dict[str, BaseException] = {}  # "first": setdefault keeps one of two that come at the same time
-        self.sliced_from_bytes = SLICED_FROM_BYTES
 
     def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, by rank, on this rank's device; other ranks may give other shapes.
@@ -146,38 +136,28 @@ class Collective:
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, of one shape, in the order of ranks: the same bits on all, in every run.
 
-        In 8 bits the decoded parts are added in float32; what a rank adds to its own slice's sum is exact.
-        Raises: as all_gather.
+        In 8 bits the decoded parts are added in float32. Raises: as all_gather.
         """
-        has_rows = tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
-        is_short = self.exchange == "8-bit" and has_rows
-        slices: Tensors = ()  # of the rows, one for each rank
-        if self.size > 2 and tensor.ndim > 1 and tensor.nbytes >= self.sliced_from_bytes:
-            slices = tensor.reshape(-1, tensor.shape[-1]).tensor_split(self.size)
-        if not slices:
-            sent: Tensors = encode(tensor) if is_short else (tensor,)
-            self.post(rank, name, sent, as_one=is_short)
-            return _sum(self.take(rank, name, sent), tensor.dtype)
-        parts = [encode(each) if is_short and to != rank else (each,) for to, each in enumerate(slices)]
-        total = _sum(self._scatter(rank, name, parts), torch.float32 if is_short else tensor.dtype)
-        sent = encode(total) if is_short else (total,)
-        self.post(rank, f"{name}, reduced", sent, as_one=is_short)
-        sums = [_sum([each], tensor.dtype) for each in self.take(rank, f"{name}, reduced", sent)]
-        return torch.cat(sums).view(tensor.shape)
+        is_short = self.exchange == "8-bit" and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
+        if not (is_short and tensor.is_floating_point()):
+            return _sum(self.all_gather(rank, name, tensor))
+        sent = encode(tensor)
+        self.post(rank, name, sent, as_one=True)
+        total: torch.Tensor | None = None
+        for number, (codes, scales) in enumerate(self.take(rank, name, sent), start=1):
+            total = decode(codes, scales, total, tensor.dtype if number == self.size else torch.float32)
+        assert total is not None
+        return total
 
     def reduce_scatter(self, rank: int, name: str, parts: Tensors) -> torch.Tensor:
         """The sum of what all ranks have for this one, in the order of ranks. parts: what this rank has for each.
 
         Raises: as all_gather.
         """
-        return _sum(self._scatter(rank, name, [(each,) for each in parts]), parts[rank].dtype)
-
-    def _scatter(self, rank: int, name: str, parts: Sequence[Tensors]) -> list[Tensors]:
-        """Send each rank its part; what all ranks have for this one."""
         for to, part in enumerate(parts):
             if to != rank:
-                self.post(rank, name, part, to, as_one=len(part) > 1)
-        return self.take(rank, name, parts[rank])
+                self.post(rank, name, (part,), to)
+        return _sum([found[0] for found in self.take(rank, name, (parts[rank],))])
 
     def finish(self, rank: int) -> None:
         """This rank has ended its round; waits for nobody."""
@@ -238,18 +218,8 @@ def _parts(joined: torch.Tensor, forms: Sequence[_Form]) -> Tensors:
     return [found[index] for index in range(len(forms))]
 
 
-def _sum(parts: Sequence[Tensors], dtype: torch.dtype) -> torch.Tensor:
-    """Of tensors as they were sent, in their order. Encoded ones are added in float32."""
-    if all(len(part) == 1 for part in parts):
-        return functools.reduce(torch.add, (part[0] for part in parts))
-    total: torch.Tensor | None = None
-    for number, part in enumerate(parts, start=1):
-        if len(part) > 1:
-            total = decode(part[0], part[1], total, dtype if number == len(parts) else torch.float32)
-        else:
-            total = part[0].float() if total is None else total + part[0]
-    assert total is not None
-    return total.to(dtype)
+def _sum(parts: Tensors) -> torch.Tensor:
+    return functools.reduce(torch.add, parts)
 
 
 FindGroup = Callable[[], Collective]  # of the forward that is running

@@ -89,21 +89,6 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> S
     return share_heads(num_heads, num_kv_heads, width, weights)
 
 
-def collectives_in(block: nn.Module, plan: TensorPlan) -> set[str]:
-    """Where devices exchange something in a forward of a block, which is whole. What a module decides is an
-    index and how much it counts. Works on meta tensors."""
-    found: set[str] = set()
-    for name, module in block.named_modules():
-        divided = plan.find(name) if isinstance(module, (nn.Linear, nn.Conv1d)) else None
-        if divided is not None and divided.by != "column":
-            found.add(plan.summed_in(name) or name)
-        if plan.is_norm(name) and module._parameters:
-            found.add(name)
-        if plan.is_decided(name):
-            found |= {name, f"{name}, how much"}
-    return found
-
-
 def divide_block(
     block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, cut: Cut = lambda w, s: s.of(w)
 ) -> BlockShard:

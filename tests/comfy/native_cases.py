@@ -1015,20 +1015,16 @@ def with_heads(case: Case) -> Case:
 class Counted:
     """A case of which is counted what a forward of batch 2 takes. It has so many tokens of the picture or sound that
     those of the text hardly count where a forecast takes the ones for the others.
-
-    Args:
-        calls_again: how often cards meet more than once in a module, since it is called with several kinds of token.
     """
 
     case: Case
-    calls_again: int = 0
     num_text: int = 5
     num_picture: int = 192
 
 
-def _counted(case: Case, calls_again: int = 0, **given: torch.Tensor | None) -> Counted:
+def _counted(case: Case, **given: torch.Tensor | None) -> Counted:
     case = with_heads(case)
-    return Counted(dataclasses.replace(case, inputs=lambda: {**case.inputs(), **given}), calls_again)
+    return Counted(dataclasses.replace(case, inputs=lambda: {**case.inputs(), **given}))
 
 
 # One of each shape: text tokens in the stream, beside it, and attended to; experts; joined outputs; modules of one kind
@@ -1037,6 +1033,6 @@ COUNTED = (
     _counted(KREA_2, x=rand(2, 4, 32, 24), ref_latents=None), _counted(LENS, x=rand(2, 16, 16, 12), control=None),
     _counted(COSMOS_2, x=rand(2, 4, 3, 16, 16)), _counted(HIDREAM, x=rand(2, 4, 32, 24)),
     _counted(HUNYUAN_DIT, x=rand(2, 4, 32, 24), control=None),
-    _counted(SEEDVR_2, 3, x=rand(2, 16, 3, 16, 16), condition=rand(2, 17, 3, 16, 16)),
+    _counted(SEEDVR_2, x=rand(2, 16, 3, 16, 16), condition=rand(2, 17, 3, 16, 16)),
     _counted(ACE_STEP, x=rand(2, 8, 16, 192)), _counted(ACE_STEP_15, x=rand(2, 4, 384), refer_audio=rand(2, 4, 384)),
 )

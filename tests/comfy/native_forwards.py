@@ -384,7 +384,7 @@ class _Runs:
 
     def counted(self, case: Counted) -> str:
         """What planning/times.py counts of a forward, as shares of what two cards did: bytes from one to the
-        other, exchanges, and products with weights."""
+        other, and products with weights."""
         names = execution_order(self.model, self.row)
         blocks = {name: self.model.get_submodule(name) for name in names}
         plans = {name: find_plan(self.row.tensor, block) for name, block in blocks.items()}
@@ -402,8 +402,7 @@ class _Runs:
         sent = [each for each in machine.copies if (each.source, each.target) == (CARDS[1], CARDS[0])]
         squares = sum(each.num_bytes for each in sent if each.shape[-1] == 1)
         num_bytes = (sum(each.num_bytes for each in sent) - squares) / 2 + squares  # numbers of four bytes, not two
-        counts = work.num_exchanges + case.calls_again
-        shares = 2 * work.sent_bytes / num_bytes, counts / len(sent), 2 * products / sum(done)  # two samples
+        shares = 2 * work.sent_bytes / num_bytes, 2 * products / sum(done)  # two samples
         return json.dumps(shares)
 
     def moved(self) -> str:

@@ -147,46 +147,13 @@ def test_a_thread_that_has_finished_a_round_is_waited_for_by_nobody(absent) -> N
         assert str(found[rank]) == "the devices are at different places: one at the end, one at b"
 
 
-@pytest.mark.parametrize("shape", [(1, 11, 4), (2, 5, 3), (12, 2), (1, 2, 3), (7,), (1, 1, 600)])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_large_parts_are_added_slice_by_slice_to_the_same_bits(size, shape) -> None:
-    """By each thread a slice of the tokens, which may not divide by their number, and be fewer."""
+@pytest.mark.parametrize("shape", [(1, 11, 4), (7,)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_are_added_in_the_order_of_ranks(size, shape) -> None:
     parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
-    expected = functools.reduce(torch.add, parts)
-    sent: list[int] = []
-
-    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
-        sent.append(sum(each.numel() for each in tensors))
-        return [each.clone() for each in tensors]
-
-    for least, is_sliced in ((0, size > 2 and len(shape) > 1), (4 * expected.numel() + 1, False)):
-        sent.clear()
-        group = Collective(size, send)
-        group.sliced_from_bytes = least
-        found = _together(size, lambda rank, group=group: group.all_reduce(rank, "a", parts[rank]))
-        assert all(torch.equal(each, expected) and each.shape == expected.shape for each in found)
-        times = 2 if is_sliced else size
-        assert sum(sent) == times * (size - 1) * expected.numel()
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_error_between_the_parts_of_slices_and_their_sums_ends_it_for_all(failing) -> None:
-    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
-        if rank == failing and tensors[0].sum() > 5:  # a sum of all
-            raise MemoryError("card full")
-        return tensors
-
-    group = Collective(3, send)
-    group.sliced_from_bytes = 0
-
-    def work(rank: int) -> torch.Tensor:
-        try:
-            return group.all_reduce(rank, "a", torch.ones(6, 2))
-        except MemoryError as error:
-            group.abort(error)
-            raise
-
-    assert {str(error) for error in _together(3, work)} == {"card full"}
+    expected, group = functools.reduce(torch.add, parts), Collective(size, _hand_over)
+    found = _together(size, lambda rank: group.all_reduce(rank, "a", parts[rank]))
+    assert all(torch.equal(each, expected) for each in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -233,18 +200,13 @@ def test_a_sum_in_8_bits_has_the_same_bits_everywhere(size, shape, dtype) -> Non
         sent.append(tensors)
         return [each.clone() for each in tensors]
 
-    for least in (0, 2**40):
-        sent.clear()
-        group = Collective(size, send, "8-bit")
-        group.sliced_from_bytes = least
-        found = _together(size, lambda rank, group=group: group.all_reduce(rank, "a", parts[rank]))
-        assert all(each.dtype == dtype and each.shape == parts[0].shape for each in found)
-        assert all(torch.equal(each, found[0]) for each in found)
-        off = float((found[0].float() - expected).abs().max())
-        assert 0 < off <= worst * (1 / 254 + (2**-8 if dtype == torch.bfloat16 else 0))
-        assert {len(each) for each in sent} == {1}, "codes and scales travel as one"
-        times = size if size == 2 or least else 2
-        assert sum(each[0].nbytes for each in sent) == times * (size - 1) * num_bytes
+    group = Collective(size, send, "8-bit")
+    found = _together(size, lambda rank: group.all_reduce(rank, "a", parts[rank]))
+    assert all(each.dtype == dtype and torch.equal(each, found[0]) for each in found)
+    off = float((found[0].float() - expected).abs().max())
+    assert 0 < off <= worst * (1 / 254 + (2**-8 if dtype == torch.bfloat16 else 0))
+    assert {len(each) for each in sent} == {1}, "codes and scales travel as one"
+    assert sum(each[0].nbytes for each in sent) == size * (size - 1) * num_bytes
 
 
 def test_what_travels_as_one_arrives_as_what_it_was() -> None:

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
-from devicebridge.parallel.local import collectives, shards, tensor_parallel
+from devicebridge.parallel.local import shards, tensor_parallel
 from devicebridge.parallel.local.shards import BlockShard, Slice, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers, TensorParallel
 from devicebridge.parallel.local.workers import ThreadPool
@@ -603,21 +603,6 @@ def test_a_device_that_misses_a_meeting_ends_the_forward(name, rank, x) -> None:
     parallel = divide(model, 3, drop=lambda *which: which == (name, rank))
     with pytest.raises(RuntimeError, match=r"the devices are at different places.*"):
         run(parallel, model, x)
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("size", [3, 4])
-def test_sums_of_slices_are_the_bits_of_direct_ones(size, mode, x, monkeypatch) -> None:
-    outputs = []
-    for least in (0, 2**30):
-        monkeypatch.setattr(collectives, "SLICED_FROM_BYTES", least)
-        model = make_model()
-        expected = model(x)
-        parallel = divide(model, size)
-        for _ in range(2):
-            with mode(), forward_of(parallel):
-                outputs.append(model(x))
-    assert all(torch.equal(each, outputs[0]) for each in outputs) and difference(outputs[0], expected) < NEAR
 
 
 class Memory:

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.comfy.native import NativeModel
-from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import BlockList
 from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.parallel.placement import block_flops, native_list
 from devicebridge.planning import times as work_module
-from devicebridge.planning.times import SampledBlock, forward_work, has_guidance, key_bytes, work_of
+from devicebridge.planning.times import forward_work, has_guidance, key_bytes
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.placed import forward_of
-from devicebridge.tests.toy import TINY
 from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
 from devicebridge.tests.unit.parallel.test_tensor_parallel import HIDDEN, PLANS, WIDTH, Fused, Model, Separate
 from torch import nn
@@ -53,28 +51,14 @@ def test_bytes_are_those_that_one_card_sends_another(make, size, monkeypatch) ->
         parallel.remove()
     # One copy more: the first forward compares the outputs. Numbers have four bytes here, and are forecast with two.
     outputs = 4 * TOKENS * WIDTH
-    assert len(back) == work.num_exchanges + 1
     squares = sum(each.num_bytes for each in back if each.shape[-1] == 1)
     found = (sum(each.num_bytes for each in back) - squares - outputs) / 2 + squares
     assert found == pytest.approx(work.sent_bytes, rel=0.06)  # the toys' gathered features are shared out unevenly
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_exchanges_are_those_of_a_divided_block(name: str) -> None:
-    family, model = FAMILIES[name], TINY[name].make_model(seed=0)
-    for block_list in family.block_lists:
-        for block in getattr(model, block_list.name):
-            plan = find_plan(family.tensor, block)
-            assert plan is not None
-            count = work_of([SampledBlock(block, block_list, plan)], (TOKENS, TOKENS), 2, 4).num_exchanges
-            shard = divide_block(copy.deepcopy(block), plan, shares_of(block, plan, (1, 1)), 0)
-            assert count == len(shard.collectives) > 0
-
-
-def test_operations_and_exchanges_are_counted() -> None:
+def test_operations_are_counted() -> None:
     model = Model([Separate(), Separate()])
     work = forward_work(model, LAYOUT, _shares(model, 2), 512)
-    assert work.num_exchanges == 2 * 4
     assert work.flops == 2 * (1024 * 2 * (4 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN) + 4 * 1024**2 * WIDTH)
     assert work.stream_bytes == 2 * 1024 * WIDTH
 
@@ -94,7 +78,7 @@ def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> 
     layout = NativeModel("Toy", "toy", ("blocks",), (), "a toy", routed_modules={"*.experts.*": 0.25})
     work = forward_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, (1.0, 1.0)))}, 512)
     width = block.tail.up.in_features
-    assert work.num_exchanges == 2 + 2  # sums, and what the gate has chosen, and how much of it
+    # sums, and what the gate has chosen, and how much of it
     assert work.sent_bytes == tokens * (2 * 2 * width + 20)
 
 
@@ -145,7 +129,7 @@ def test_keys_are_those_of_the_lists_in_the_plan_of_tokens() -> None:
     work = forward_work(model, LAYOUT, blocks, 512, plan)
     assert work.key_bytes == 2 * 2 * 1024 * WIDTH * 2
     assert forward_work(model, LAYOUT, blocks, 512, plan, sent_size=1).key_bytes == work.key_bytes / 2
-    assert work.stream_bytes == 2 * 1024 * WIDTH and work.sent_bytes == work.num_exchanges == 0
+    assert work.stream_bytes == 2 * 1024 * WIDTH and work.sent_bytes == 0
     others = TokenPlan({"layers": BlockRows("x=x@1", "attn=x")})
     assert forward_work(model, LAYOUT, blocks, 512).key_bytes == 0
     assert forward_work(model, LAYOUT, blocks, 512, others).key_bytes == 0

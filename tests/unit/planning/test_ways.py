@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from devicebridge.parallel.local.collectives import SLICED_FROM_BYTES
 from devicebridge.planning import times as ways_module
 from devicebridge.planning.cards import MachineSpeed
 from devicebridge.planning.times import ForwardWork, Ways
@@ -40,7 +39,7 @@ def test_over_a_slow_link_a_step_takes_what_was_measured(work, one_card, tensor)
 def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     """Three cards; powers of two so that sums are exact."""
     monkeypatch.setattr(ways_module, "BLOCK_RATE", 1.0)
-    work = ForwardWork(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_exchanges=4)
+    work = ForwardWork(flops=64.0, sent_bytes=8.0, stream_bytes=4.0)
     machine = machine_of(3, 4.0, 2.0)
     ways = replace(ways_of(work, machine), block_shares=[0.5, 0.25, 0.25], tensor_shares=[0.25, 0.5, 0.25])
     crossings = 3 * 4 / 2
@@ -55,14 +54,6 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     # Of 16 s on one card 8 are of layers that every card computes whole.
     half = replace(ways, work=replace(work, whole_flops=32.0))
     assert half.seconds(2)[1] == 2 * (8 * 0.5 + 8 + copying)
-
-
-@pytest.mark.parametrize(("cards", "times"), [(2, 1.0), (3, 2 * 2 / 3), (4, 2 * 3 / 4)])
-def test_large_sums_are_sent_slice_by_slice_between_more_than_two_cards(cards, times) -> None:
-    machine = machine_of(cards, 1e30, 1.0)
-    for sent, factor in ((4 * SLICED_FROM_BYTES, times), (4 * SLICED_FROM_BYTES - 1, cards - 1)):
-        work = ForwardWork(0.0, float(sent), 0.0, num_exchanges=4)
-        assert ways_of(work, machine).seconds(1)[1] == pytest.approx(factor * sent)
 
 
 def test_a_fast_link_with_long_blocks_takes_tensor() -> None:
@@ -99,7 +90,7 @@ def test_a_gain_that_is_too_small_takes_blocks(monkeypatch) -> None:
 def test_seconds_of_tokens_are_those_of_the_formula(monkeypatch) -> None:
     """Three cards; the second is faster, and has more of the rows."""
     monkeypatch.setattr(ways_module, "BLOCK_RATE", 1.0)
-    work = ForwardWork(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_exchanges=4, key_bytes=24.0)
+    work = ForwardWork(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, key_bytes=24.0)
     machine = MachineSpeed((4.0, 8.0, 4.0), 2.0, "2026-11-28")
     ways = replace(ways_of(work, machine), token_shares=[3, 6, 3], can_deal=True)
     # 16, 8 and 16 s on one card. The second card sends half of 24 bytes to each of two others; the first gets 3/4.
