@@ -11,16 +11,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...system.stopping import never
+from ...system.stopping import Stopped, never
 from ..devices import CPU, device_module
-from .attempt import agreed_attempt
 from .place import RankPlace
 from .watch import Watch
 
@@ -269,8 +267,10 @@ def joined(
     try:
         with _losses_named(watch):
             store, rank, count = next(dist.rendezvous("env://"))
-            attempt = agreed_attempt(dist.PrefixStore("attempts", store), place, own_stop)
-            store = dist.PrefixStore(f"attempt {attempt}", store)
+            # torchrun keeps the store while it starts all anew, with the addresses of ranks that are gone.
+            store = dist.PrefixStore(f"start {place.num_restarts}", store)
+            with watch.doing(is_long=True):
+                _wait_for_all(dist.PrefixStore("begin", store), count, own_stop)
             backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
             own = dist.PrefixStore("group", store)  # whose waits are long: the watch ends them
             with watch.doing(is_long=True):
@@ -278,11 +278,25 @@ def joined(
                 control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         ranks = Ranks(place, devices, own_stop, control, watch, dist.PrefixStore("job", store))
         watch.listen(dist.PrefixStore("signs", store), place)
-        num_restarts = max(attempt - 1, *ranks.gather(place.num_restarts))  # the store is lost with its machine
-        ranks.place = replace(place, num_restarts=num_restarts)
         yield ranks
         ranks.wait()
         with watch.doing(is_long=True):
             dist.destroy_process_group()
     finally:
         watch.close()
+
+
+def _wait_for_all(store: Any, count: int, own_stop: Callable[[], bool]) -> None:
+    """Raises: Stopped, on all ranks, if one was asked to stop before all had come."""
+    store.add("come", 1)
+    outcome = b""
+    while not outcome:
+        found = _STOP if own_stop() else "all" if int(store.add("come", 0)) == count else ""
+        if found:
+            outcome = store.compare_set("outcome", "", found)  # or what another rank has found before
+        elif store.check(["outcome"]):
+            outcome = store.get("outcome")
+        else:
+            time.sleep(_POLL_S)
+    if outcome == _STOP.encode():
+        raise Stopped("stopped before all processes of the job had begun; start it again")

@@ -19,9 +19,7 @@ _ALSO = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One process of a job: its rank over all machines and on this one, and how often torchrun has started all anew;
-    before they are joined as far as this machine knows.
-    """
+    """One process of a job: its rank over all machines and on this one, and how often torchrun has started all anew."""
 
     rank: int
     num_ranks: int
@@ -33,17 +31,26 @@ class RankPlace:
 def find_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
     """Where torchrun has put this process; None if nothing like it started it.
 
-    Raises: ValueError for numbers that are none, or that contradict each other.
+    Raises: ValueError for numbers that are none or contradict each other, and for several machines that torchrun may
+        start anew: their ranks would not know of each other's starts.
     """
     if any(name not in environment for name in (*_NAMES, *_ALSO)):
         return None
     try:
         rank, count, local, num_local = (int(environment[name]) for name in _NAMES)
+        restarts, most = (
+            int(environment.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+        )
     except ValueError as error:
         raise ValueError(f"{', '.join(_NAMES)} in the environment should be whole numbers: {error}") from error
     if not (0 <= rank < count and 0 <= local < num_local <= count):
         raise ValueError(f"the environment says rank {rank} of {count}, on this machine {local} of {num_local}")
-    return RankPlace(rank, count, local, num_local, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    if most and num_local < count:
+        raise ValueError(
+            f"torchrun may start this job anew up to {most} times, and it runs on several machines, which cannot begin "
+            "anew together; leave --max-restarts out, and start the job again with --resume after a failure"
+        )
+    return RankPlace(rank, count, local, num_local, restarts)
 
 
 def refuse_other_launcher(environment: Mapping[str, str] = os.environ) -> None:

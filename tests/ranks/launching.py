@@ -27,12 +27,12 @@ def torchrun(script, *arguments, count, restarts=0, machines=1, port=0):
     return [sys.executable, "-m", "torch.distributed.run", *flags, str(script), *map(str, arguments)]
 
 
-def start_machines(script, files, *, environment, restarts=0):
+def start_machines(script, files, *, environment):
     """One torchrun with one process for each job file, as on machines of their own; outputs are read from stdout."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    options = {"count": 1, "restarts": restarts, "machines": len(files), "port": port}
+    options = {"count": 1, "machines": len(files), "port": port}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": "1", **environment}
     return [subprocess.Popen(torchrun(script, "train", file, **options), env=environment, **how) for file in files]

@@ -1,6 +1,9 @@
 """Which process of a job this is, which devices it has, and what a job says without any other process."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,10 +18,11 @@ from devicebridge.jobs.read_job import read_job
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks import group as group_module
 from devicebridge.parallel.ranks.across import AcrossRanks
-from devicebridge.parallel.ranks.group import Ranks, joined
+from devicebridge.parallel.ranks.group import Ranks, _wait_for_all, joined
 from devicebridge.parallel.ranks.place import RankPlace, find_place, own_devices, refuse_other_launcher
 from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.parallel.runner import MicroBatch
+from devicebridge.system.stopping import Stopped
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training import compile_check as check_module
 from devicebridge.training.loop import Trainer
@@ -30,7 +34,10 @@ MASTER = {"MASTER_ADDR": "gpu-a", "MASTER_PORT": "29400"}
 
 def test_a_place_is_what_torchrun_says_and_nothing_without_all_of_it():
     assert find_place({**TORCHRUN, **MASTER}) == RankPlace(5, 8, 1, 4)
-    assert find_place({**TORCHRUN, **MASTER, "TORCHELASTIC_RESTART_COUNT": "2"}).num_restarts == 2
+    here = {**TORCHRUN, **MASTER, "RANK": "1", "WORLD_SIZE": "4"}
+    assert find_place({**here, "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}).num_restarts == 2
+    with pytest.raises(ValueError, match="--max-restarts.*--resume"):
+        find_place({**TORCHRUN, **MASTER, "TORCHELASTIC_MAX_RESTARTS": "3"})
     for name in (*TORCHRUN, *MASTER):
         assert find_place({key: value for key, value in {**TORCHRUN, **MASTER}.items() if key != name}) is None
 
@@ -98,6 +105,24 @@ def test_a_stop_that_reaches_a_waiting_rank_is_seen_by_the_one_it_waits_for():
     assert working.is_stop_asked() and waiting.is_stop_asked()
 
 
+@pytest.mark.parametrize(("stops", "is_stopped"), [((), False), ((0,), True), ((2,), True), ((0, 1, 2), True)])
+def test_a_stop_before_all_have_come_ends_the_start_on_all_and_no_later_one(stops, is_stopped):
+    store, has_come = dist.HashStore(), threading.Event()
+
+    def wait(rank):
+        if rank == 1:
+            assert has_come.wait(30)  # this one comes last
+        _wait_for_all(store, 3, lambda: rank in stops and (has_come.set() or True))
+
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(wait, rank) for rank in range(3)]
+        if not stops:
+            has_come.set()
+        for each in waiting:
+            with pytest.raises(Stopped) if is_stopped else nullcontext():
+                each.result(60)
+
+
 @pytest.fixture
 def limits(monkeypatch):
     """What this process may take, by what it does, as far as a test notes it; nothing is ended."""
@@ -112,7 +137,7 @@ def test_to_connect_and_to_leave_has_half_an_hour(limits, monkeypatch):
         return lambda *args, **options: limits.update({name: limits["now"]})
 
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
-    monkeypatch.setattr(group_module, "agreed_attempt", lambda *args: 1)
+    monkeypatch.setattr(group_module, "_wait_for_all", lambda *args: None)
     monkeypatch.setattr(Watch, "listen", lambda *args: None)
     monkeypatch.setattr(Ranks, "gather", lambda self, value: [value])
     monkeypatch.setattr(Ranks, "wait", lambda self: None)
