@@ -38,12 +38,10 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from card_limit import limited  # noqa: E402
-from devicebridge.encoding.text_encoder import TextEncoder, make_empty_encoder  # noqa: E402
+from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, make_empty_encoder  # noqa: E402
 from devicebridge.encoding.text_place import (  # noqa: E402
     EncoderSize,
-    TextPlace,
     forecast_size,
-    open_text_encoder,
     plan_text_place,
 )
 from devicebridge.families.registry import FAMILIES  # noqa: E402
@@ -140,22 +138,22 @@ def _streamed(
 ) -> dict[str, Any]:
     plan_bytes = window if options.tiny else window - MARGIN_BYTES
     place = plan_text_place(f"stream:{card}", spec, folder, dtype, "none", plan_bytes)
-    assert place.stream is not None, "the window holds the whole encoder; give --window-gb less"
-    say(f"streamed: the encoder {place.describe()}")
+    assert place.captions_per_pass, "the window holds the whole encoder; give --window-gb less"
+    say(f"streamed: the encoder {place}")
     with limited(card, window), _peak_bytes(card) as peak:
-        encoder = open_text_encoder(spec, folder, place, dtype)
+        encoder = load_text_encoder(spec, folder, card, dtype, captions_per_pass=place.captions_per_pass)
         assert encoder.stream is not None
         batches = encoder.plan_batches(captions)
         times = _time(encoder, batches, states)
-        copies = encoder.stream.num_copies
+        copies = encoder.stream.slots.num_copies
         found = {
             "captions_per_s": _rate(batches[1:], times[1:]),
             "first_pass_s": times[0],
             "pass_s": times[1:],
-            "captions_per_pass": place.captions_per_batch,
+            "captions_per_pass": place.captions_per_pass,
             "passes": len(batches),
             "layer_copies_per_pass": copies / len(batches),
-            "host_gb": encoder.stream.host_bytes / 1e9,
+            "host_gb": encoder.stream.buffer.num_bytes / 1e9,
         }
         encoder.close()
         del encoder
@@ -174,9 +172,8 @@ def _one_by_one(
     """The first caption is not timed."""
     own: dict[str, torch.Tensor] = {}
     with _peak_bytes(device) as peak:
-        place = TextPlace(device, None, "for comparison")
         loading_s = time.perf_counter()
-        encoder = open_text_encoder(spec, folder, place, dtype)
+        encoder = load_text_encoder(spec, folder, device, dtype)
         _time(encoder, [captions[:1]], own)
         loading_s = time.perf_counter() - loading_s
         say(f"{device}: loaded, first caption done")

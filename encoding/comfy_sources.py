@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from ..checkpoints.fingerprint import settings_fingerprint
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Wanted
 from ..data.sounds import read_sound
@@ -21,7 +22,15 @@ from ..data.video import read_frames
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import COND, MORE_SAMPLES, NOISE_MASK, OPTION, POOLED, SAMPLES
 from .comfy_data import read_conditioning, read_samples, read_tokens
-from .key import comfy_latent_key, comfy_text_key, comfy_token_key, condition_key
+from .key import (
+    CLIP_VERSION,
+    COMFY_VERSION,
+    CONDITION_VERSION,
+    IMAGE_VERSION,
+    comfy_latent_key,
+    comfy_text_key,
+    prompt_facts,
+)
 from .sources import Entry, LatentSource, Shapes, Source, TextSource, fingerprints_of, shapes_of
 
 Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
@@ -49,15 +58,13 @@ class ComfyTexts(TextSource):
     weighs: bool = False  # whether texts have ComfyUI's syntax of prompts; else they are literal
 
     name = "stock CLIP"
-    device = "cpu"
+    made: ClassVar = "stock text"
 
     def key_of(self, text: str) -> str:
         """Raises: as refuse_embeddings."""
         refuse_embeddings(text, self.weighs)
-        return self._key(text)
-
-    def _key(self, text: str) -> str:
-        return comfy_text_key(text, self.fingerprint, keeps_all=self.keeps_all, weighs=self.weighs)
+        options = {"keeps_all": self.keeps_all, "weighs": self.weighs}
+        return comfy_text_key(text, self.fingerprint, what=self.made, **options)
 
     def plan(self, missing: Sequence[str]) -> None:
         if self.clip is None:
@@ -66,14 +73,14 @@ class ComfyTexts(TextSource):
     def encode_batch(self, given: Sequence[str]) -> Sequence[Entry]:
         entries = []
         for text in given:
-            entry = self._encode(self.clip, text)
+            entry = self._encode(text)
             if reason := self.problem(shapes_of(entry)):
                 raise ValueError(f"the stock CLIP does not fit: of the caption {text!r}, {reason}")
             entries.append(entry)
         return entries
 
-    def _encode(self, clip: Any, text: str) -> Entry:
-        return read_conditioning(clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
+    def _encode(self, text: str) -> Entry:
+        return read_conditioning(self.clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
 
     def close(self) -> None:
         if self.clip is not None:
@@ -84,11 +91,10 @@ class ComfyTexts(TextSource):
 class ComfyTokens(ComfyTexts):
     """What the tokenizer of ComfyUI's CLIP makes, where its encoders compute in every step."""
 
-    def _key(self, text: str) -> str:
-        return comfy_token_key(text, self.fingerprint, weighs=self.weighs)
+    made: ClassVar = "stock tokens"
 
-    def _encode(self, clip: Any, text: str) -> Entry:
-        return read_tokens(clip.tokens(text), f"the caption {text!r}")
+    def _encode(self, text: str) -> Entry:
+        return read_tokens(self.clip.tokens(text), f"the caption {text!r}")
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,6 @@ class ComfyLatents(LatentSource):
     sound: tuple[int, ...] = ()
 
     name = "the stock VAE"
-    device = "cpu"
 
     def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
         has_both = request.sound is not None and not request.is_sound
@@ -204,7 +209,6 @@ class ComfyConditions(Source[Wanted]):
     weighs: bool = False
 
     name = "the stock encoders"
-    device = "cpu"
     what = "conditions"
 
     def keys_of(self, items: Iterable[Wanted]) -> dict[Wanted, str]:
@@ -214,12 +218,14 @@ class ComfyConditions(Source[Wanted]):
         return {each: self._key(*each, content) for each in items}
 
     def _key(self, caption: str, condition: Condition, content: Mapping[str, str]) -> str:
-        read = caption if WAYS[self.way].reads_text else None
-        refuse_embeddings(read or "", self.weighs)
-        megapixels = self.megapixels if self.way == "reference" else None
-        return condition_key(
-            condition.named_by(content), self.encoders, read, weighs=self.weighs, megapixels=megapixels
-        )
+        version = CONDITION_VERSION, COMFY_VERSION, IMAGE_VERSION, CLIP_VERSION
+        facts: dict[str, Any] = {"what": "condition", "version": version, "encoders": self.encoders}
+        if WAYS[self.way].reads_text:
+            refuse_embeddings(caption, self.weighs)
+            facts |= prompt_facts("caption", caption, self.weighs)
+        if self.way == "reference":
+            facts["megapixels"] = self.megapixels
+        return settings_fingerprint({**facts, "files": condition.named_by(content)})
 
     def plan(self, missing: Sequence[Wanted]) -> None:
         if self.conditioner is None:

@@ -36,29 +36,6 @@ def _say_nothing(*progress: Any) -> None:
     pass
 
 
-@contextmanager
-def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Inside, a function that loads the source unless it is loaded; the source is freed at the end."""
-    is_loaded = False
-
-    def load() -> None:
-        nonlocal is_loaded
-        if not is_loaded:
-            logger.info("loading %s for up to %s", source.name, what)
-            source.load()
-            on_begin()
-            is_loaded = True
-
-    try:
-        yield load
-    finally:
-        source.close()
-        gc.collect()
-        device = torch.device(source.device)
-        if device.type != "cpu":
-            torch.get_device_module(device).empty_cache()
-
-
 def fill(
     items: Iterable[Item],
     source: Source[Item],
@@ -71,15 +48,13 @@ def fill(
 ) -> dict[Item, str]:
     """Have what the source makes of every item in the store, encoding what is missing; equal content once.
 
-    A file that cannot be read does not keep the others from being encoded.
-
     Args:
         on_progress: done and total count entries, whoever computed them.
         outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
         on_begin: called when the encoder is loaded and begins, from where its pace can be measured.
     Returns: item -> key of its entry.
-    Raises: Stopped; ValueError naming all files that cannot be read, or for an encoder that does not fit or is not
-        here; RuntimeError naming the items whose entries are not finite; OSError naming the file if the store cannot be
+    Raises: what a source raises; Stopped; ValueError naming all files that cannot be read, behind the others;
+        RuntimeError naming the items whose entries are not finite; OSError naming the file if the store cannot be
         written. What was encoded until then is in the store.
     """
     key_of, done = source.keys_of(items), 0
@@ -102,13 +77,19 @@ def fill(
     if not missing:
         return key_of
     source.plan(list(missing.values()))
-    unreadable: list[str] = []
-    with _in_use(source, f"{len(missing)} {source.what}", on_begin) as load:
+    unreadable, is_loaded = list[str](), False
+    with _freed(source):
         stop_if_asked()
         shared = claimed_batches(Claims(store), missing, source.batch_size, is_done, add, stop_if_asked)
         with closing(shared) as batches:
             for batch in batches:
-                for key, entry in _encode(source, {key: missing[key] for key in batch}, load, unreadable):
+                given = dict(_read(source, {key: missing[key] for key in batch}, unreadable))
+                if given and not is_loaded:
+                    logger.info("loading %s for up to %d %s", source.name, len(missing), source.what)
+                    source.load()
+                    on_begin()
+                    is_loaded = True
+                for key, entry in _encode(source, given, unreadable):
                     store.put(key, entry)
                     add()
     if unreadable:
@@ -116,27 +97,37 @@ def fill(
     return key_of
 
 
-def _encode(
-    source: Source[Item], batch: Mapping[str, Item], load: Callable[[], None], unreadable: list[str]
-) -> Iterator[tuple[str, Entry]]:
-    """The entries of a batch; adds to unreadable.
+@contextmanager
+def _freed(source: Source[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        source.close()
+        gc.collect()
+        if (device := torch.device(source.device)).type != "cpu":
+            torch.get_device_module(device).empty_cache()
 
-    Raises: RuntimeError naming those that must not be kept, behind the others.
-    """
-    given = {}
+
+def _read(source: Source[Item], batch: Mapping[str, Item], unreadable: list[str]) -> Iterator[tuple[str, Any]]:
+    """What the source encodes of each; adds to unreadable what was broken since the dataset was looked at."""
     for key, item in batch.items():
         try:
-            given[key] = source.read(item)
-        except ValueError as error:  # broken since the dataset was looked at
+            yield key, source.read(item)
+        except ValueError as error:
             unreadable.append(str(error))
-    if not given:
-        return
-    load()
+
+
+def _encode(source: Source[Any], given: Mapping[str, Any], unreadable: list[str]) -> Iterator[tuple[str, Entry]]:
+    """Raises: RuntimeError naming the entries that must not be kept, behind the others; ValueError as encode_batch."""
     try:
-        entries = source.encode_batch(list(given.values()))
+        entries = source.encode_batch(list(given.values())) if given else []
     except ValueError as error:
         raise ValueError("\n".join([*unreadable, str(error)])) from error
-    found = {key: (entry, source.problem_of(entry, given[key])) for key, entry in zip(given, entries, strict=True)}
-    yield from ((key, entry) for key, (entry, problem) in found.items() if not problem)
-    if problems := [problem for _, problem in found.values() if problem]:
+    problems = []
+    for key, entry in zip(given, entries, strict=True):
+        if problem := source.problem_of(entry, given[key]):
+            problems.append(problem)
+        else:
+            yield key, entry
+    if problems:
         raise RuntimeError("\n".join([*problems, f"all {source.what} encoded until then are kept"]))

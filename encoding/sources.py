@@ -7,6 +7,7 @@ missing, encodes, and frees. Those of ComfyUI's encoders are in comfy_sources.py
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,9 @@ from ..checkpoints.fingerprint import folder_fingerprint
 from ..data.image import ImageRequest
 from ..data.video import media_fingerprint, read_frames
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
-from .key import LatentSettings, latent_key, text_key
-from .text_encoder import TextEncoder, prepare_text
-from .text_place import TextPlace, open_text_encoder, plan_text_place
+from .key import latent_key, text_key
+from .text_encoder import TextEncoder, load_text_encoder, prepare_text
+from .text_place import TextPlace, plan_text_place
 from .text_weights import TextScheme, applied_scheme
 from .vae import load_vae, vae_fingerprint
 
@@ -28,18 +29,21 @@ Entry = Mapping[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]  # by tensor name
 Item = TypeVar("Item")
 
+_log = logging.getLogger(__name__)
+
 
 class Source(Generic[Item]):
     """Makes entries of captions, images or conditions.
 
     Args:
-        name, what: of the encoder, and of what it encodes, for messages.
+        name, what: of the encoder, and of what it encodes, for messages. dtype: where cache.dtype decides it.
         device: of the results. batch_size: items that are encoded at a time. Both are known after plan().
     """
 
     name: str
     what: str
-    device: torch.device | str
+    dtype: torch.dtype | None = None
+    device: torch.device | str = "cpu"
     batch_size: int = 1
 
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
@@ -65,11 +69,11 @@ class Source(Generic[Item]):
 
     def problem_of(self, entry: Entry, given: Any) -> str:
         """Why an entry must not be kept, and what would help; "" if it may be."""
-        remedy = "are not finite; load the encoder in another number type"
-        return "" if _is_finite(entry) else f"{self._describe(given)} {remedy}"
-
-    def _describe(self, given: Any) -> str:
-        return f"the states of {given!r}"
+        if all(tensor.isfinite().all() for tensor in entry.values()):
+            return ""
+        remedy = 'set cache.dtype to "bfloat16" or "float32"' if self.dtype else "load it in another number type"
+        made = f"states of {given!r:.60}" if isinstance(given, str) else f"latents of {given[0]}"
+        return f"{self.name}: the {made} are not finite{f' in {self.dtype}' if self.dtype else ''}; {remedy}"
 
     def close(self) -> None:
         """Free what was loaded."""
@@ -100,9 +104,6 @@ class LatentSource(Source[ImageRequest]):
         """content: hashes of the request's files."""
         raise NotImplementedError
 
-    def _describe(self, given: Any) -> str:
-        return f"the latents of {given[0]}"
-
 
 class TextSource(Source[str]):
     what = "captions"
@@ -118,10 +119,6 @@ class TextSource(Source[str]):
 def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
     """By tensor name."""
     return {name: tuple(tensor.shape) for name, tensor in entry.items()}
-
-
-def _is_finite(entry: Entry) -> bool:
-    return all(tensor.isfinite().all() for tensor in entry.values())
 
 
 # --- the model's own encoders ----------------------------------------------------------------------------------------
@@ -141,8 +138,6 @@ class FolderTexts(TextSource):
     quantize: TextScheme = "none"  # what the encoder's linears are rounded to as they are read
     window_bytes: int = 0  # the most a streamed encoder may take on its card; 0 for what is free
     place: TextPlace | None = None
-    device: torch.device | str = "cpu"
-    batch_size: int = 1
     encoder: TextEncoder | None = None
 
     @property
@@ -167,19 +162,17 @@ class FolderTexts(TextSource):
     def plan(self, missing: Sequence[str]) -> None:
         settings = self.spec, self.folder, self.dtype, self.quantize, self.window_bytes
         self.place = plan_text_place(self.text_device, *settings)
-        self.device, self.batch_size = self.place.device, self.place.captions_per_batch
+        self.device, self.batch_size = self.place.device, max(1, self.place.captions_per_pass)
 
     def load(self) -> None:
         assert self.place is not None
-        self.encoder = open_text_encoder(self.spec, self.folder, self.place, self.dtype, self.quantize)
+        _log.info("%s %s", self.name, self.place)
+        settings, passes = (self.place.device, self.dtype, self.quantize), self.place.captions_per_pass
+        self.encoder = load_text_encoder(self.spec, self.folder, *settings, captions_per_pass=passes)
 
     def encode_batch(self, given: Sequence[str]) -> Sequence[Entry]:
         assert self.encoder is not None
         return [{self.spec.output: states} for states in self.encoder.encode_batch(given)]
-
-    def problem_of(self, entry: Entry, given: str) -> str:
-        assert self.encoder is not None
-        return self.encoder.problem_of(entry[self.spec.output], given)
 
     def close(self) -> None:
         if self.encoder is not None:
@@ -201,14 +194,15 @@ class FolderLatents(LatentSource):
     name = "the VAE"
 
     @functools.cached_property
-    def _settings(self) -> LatentSettings:
-        return LatentSettings(
-            self.family.name,
-            self.family.latent_of(self.variant).normalisation_version,
-            vae_fingerprint(self.family, self.variant, self.path),
-            self.dtype,
-            self.variant.condition if self.variant.encodes_condition else "none",
-        )
+    def _settings(self) -> dict[str, Any]:
+        """What decides latents besides the image. Families that share a VAE normalise its latents differently."""
+        return {
+            "family": self.family.name,
+            "normalisation_version": self.family.latent_of(self.variant).normalisation_version,
+            "vae": vae_fingerprint(self.family, self.variant, self.path),
+            "dtype": str(self.dtype),
+            **({"condition": self.variant.condition} if self.variant.encodes_condition else {}),
+        }
 
     def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
         return latent_key(content[request.path], request, self._settings)
@@ -220,29 +214,24 @@ class FolderLatents(LatentSource):
     def load(self) -> None:
         self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)
 
-    def problem_of(self, entry: Entry, given: tuple[str, torch.Tensor]) -> str:
-        remedy = f'are not finite in {self.dtype}; set cache.dtype to "bfloat16" or "float32"'
-        return "" if _is_finite(entry) else f"{self._describe(given)} {remedy}"
-
     def encode_batch(self, given: Sequence[tuple[str, torch.Tensor]]) -> Sequence[Entry]:
-        return [self._encode(pixels, path) for path, pixels in given]
-
-    def _encode(self, pixels: torch.Tensor, path: str) -> Entry:
-        """Raises: RuntimeError naming the file if its latents are fewer than its frames make."""
-        family, variant = self.family, self.variant
-        batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
-        with torch.inference_mode():
-            tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
-            if variant.encodes_condition:
-                assert family.encode_condition is not None
-                tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
-        num_frames = pixels.shape[1]
-        found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(num_frames)
-        if found != expected:  # a VAE that leaves frames out would train a clip that is shorter than its caption says
-            raise RuntimeError(
-                f"the VAE made {found} latent frames of {num_frames} frames of {path}; {variant.name} needs {expected}"
-            )
-        return tensors
+        """Raises: RuntimeError naming a file whose latents are fewer than its frames make."""
+        family, variant, entries = self.family, self.variant, []
+        for path, pixels in given:
+            batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
+            with torch.inference_mode():
+                tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
+                if variant.encodes_condition:
+                    assert family.encode_condition is not None
+                    tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
+            frames = pixels.shape[1]
+            found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(frames)
+            if found != expected:  # a VAE that leaves frames out would train a shorter clip than its caption says
+                raise RuntimeError(
+                    f"the VAE made {found} latent frames of {frames} frames of {path}; {variant.name} needs {expected}"
+                )
+            entries.append(tensors)
+        return entries
 
     def close(self) -> None:
         self.vae = None

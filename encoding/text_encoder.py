@@ -19,8 +19,9 @@ import contextlib
 import html
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..checkpoints.weight_file import refuse_zeros
 from ..families.spec import TextEncoderSpec
 from ..patches.hooks import HookSet, parameters_on_meta
 from ..system.files import expect, read_json_object
-from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
+from .streamed_encoder import StreamedLayers
 from .text_weights import (
     WHAT_WORKS,
     Sources,
@@ -45,6 +46,7 @@ from .text_weights import (
     refuse_eight_bit,
     refuse_other_shapes,
 )
+from .vae import as_damage
 
 logger = logging.getLogger(__name__)
 
@@ -63,25 +65,18 @@ class TextEncoder:
     stream: StreamedLayers | None = None
 
     def encode(self, text: str) -> torch.Tensor:
-        """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind.
-
-        Raises: RuntimeError if the states are not finite.
-        """
-        states = self._encode_together([text])[0]
-        if problem := self.problem_of(states, text):
-            raise RuntimeError(problem)
-        return states
+        """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """encode() of each text, bit by bit, unless problem_of says why not to use it; where layers are streamed, in as
-        few passes as can be: a batch that plan_batches made takes one.
-
-        The states of streamed encoders are on the CPU, so that a batch of them does not take the room of the next pass.
-        """
-        states: dict[str, torch.Tensor] = {}
+        """encode() of each text, bit by bit; of streamed layers in as few passes as can be, and on the CPU, to leave
+        the next pass its room."""
+        found: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
-            states.update(zip(batch, self._encode_together(batch), strict=True))
-        return [states[text] for text in texts]
+            with torch.inference_mode():
+                states = _encode(self, batch)
+                found.update(zip(batch, states if self.stream is None else [s.to("cpu") for s in states], strict=True))
+        return [found[text] for text in texts]
 
     def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
         """The different texts in batches for encode_batch: single ones where the encoder is resident, else as many as
@@ -94,27 +89,13 @@ class TextEncoder:
         for text in unique:
             fills_all = sees_mask and _count_tokens(self, *_source(self, text)) >= self.spec.max_length
             groups.setdefault(fills_all, []).append(text)
-        size = self.stream.plan.captions_per_pass
-        ordered = [group for _, group in sorted(groups.items())]
+        size, ordered = self.stream.captions_per_pass, [group for _, group in sorted(groups.items())]
         return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
 
     def close(self) -> None:
         """Give back what a streamed encoder holds beside its model; encode nothing afterwards."""
         if self.stream is not None:
             self.stream.close()
-
-    def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return [states if self.stream is None else states.to("cpu") for states in _encode(self, texts)]
-
-    def problem_of(self, states: torch.Tensor, text: str) -> str:
-        """Why these states must not be used, and what would help; "" if they may be."""
-        if torch.isfinite(states).all():
-            return ""
-        return (
-            f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
-            'set cache.dtype to "bfloat16" or "float32"'
-        )
 
 
 def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
@@ -138,7 +119,7 @@ def load_text_encoder(
     dtype: torch.dtype,
     quantize: TextScheme = "none",
     *,
-    stream: StreamPlan | None = None,
+    captions_per_pass: int = 0,
 ) -> TextEncoder:
     """Load what `spec` needs from a diffusers model folder, offline, in eval mode and without gradients.
 
@@ -147,7 +128,7 @@ def load_text_encoder(
     Args:
         dtype: of the computation and of what is not quantized.
         quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
-        stream: let the layers pass through the device; None has all of the encoder there.
+        captions_per_pass: of layers that pass through the device; 0 has all of the encoder there.
     Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a scheme that the device
         cannot hold, or one that would be streamed.
     """
@@ -156,22 +137,16 @@ def load_text_encoder(
     config = _read_config(folder / spec.folder)
     image_token = config.get("image_token_index", config.get("image_token_id"))
     storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
-    if stream is not None:
+    if captions_per_pass:
         refuse_streamed_scheme(storage.scheme)
-    model, layers = make_empty_encoder(spec, folder), None
+    model, stream = make_empty_encoder(spec, folder), None
     sources = _find_sources(spec, model, folder / spec.folder)
-    if stream is None:
-        read_weights(model, sources, storage)
+    if captions_per_pass:
+        stream = StreamedLayers(model, sources, storage, captions_per_pass)
     else:
-        layers = stream_weights(model, sources, storage, stream)
-    return TextEncoder(
-        spec=spec,
-        model=model.requires_grad_(False).eval(),
-        tokenizer=tokenizer,
-        device=device,
-        image_placeholder="" if image_token is None else tokenizer.convert_ids_to_tokens(image_token) or "",
-        stream=layers,
-    )
+        read_weights(model, sources, storage)
+    placeholder = "" if image_token is None else tokenizer.convert_ids_to_tokens(image_token) or ""
+    return TextEncoder(spec, model.requires_grad_(False).eval(), tokenizer, device, placeholder, stream)
 
 
 def refuse_streamed_scheme(scheme: TextScheme) -> None:
@@ -210,14 +185,11 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
     found: dict[int, torch.Tensor] = {}
     hooks = HookSet()
 
-    def keep(number: int) -> Callable[..., None]:
-        def after(layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found[number] = output[0] if isinstance(output, tuple) else output
-
-        return after
+    def keep(number: int, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        found[number] = output[0] if isinstance(output, tuple) else output
 
     for number in set(encoder.spec.layers):
-        hooks.after(layers[number - 1], keep(number))
+        hooks.after(layers[number - 1], partial(keep, number))
     try:
         output = encoder.model.forward(**tokens, use_cache=False)
     finally:
@@ -317,7 +289,7 @@ def _load_tokenizer(folder: Path) -> Any:
 
     if not folder.is_dir():
         raise ValueError(f"there is no tokenizer folder {folder}; give a diffusers model folder that has it")
-    with _as_damage(folder):
+    with as_damage(folder, "a tokenizer", "download its JSON files again"):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         tokenizer(_PROBE)  # some values are first looked at here
     processor_template = folder / "chat_template.json"  # a processor's template goes before the tokenizer's own
@@ -365,7 +337,7 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     described = _read_config(folder)
     make = AutoModel.from_config if spec.kind == "chat_hidden_states" else _encoder_class(spec, folder, described)
     needs_norm = True
-    with _as_damage(folder):
+    with as_damage(folder, "a text encoder", "download its JSON files again"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         if spec.kind == "chat_hidden_states":
             config = config.get_text_config()
@@ -384,29 +356,6 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     if not needs_norm:
         model.norm = torch.nn.Identity()
     return model
-
-
-_SAYS_WHAT_TO_DO = re.compile(r"\b(install|update|upgrade|pip)\b", re.IGNORECASE)
-
-
-@contextlib.contextmanager
-def _as_damage(folder: Path) -> Iterator[None]:
-    """Whatever transformers raises for what a folder's JSON files say becomes one message that names the folder.
-
-    What is missing here (a package, memory) is no damage and passes.
-    """
-    try:
-        yield
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # Rust's readers raise Exception itself
-        if isinstance(error, ValueError) and str(folder) in str(error):
-            raise
-        said = " ".join(str(error).split())
-        remedy = "" if _SAYS_WHAT_TO_DO.search(said) else "; download them again"
-        raise ValueError(
-            f"the JSON files in {folder} cannot be read by transformers ({type(error).__name__}: {said[:600]}){remedy}"
-        ) from error
 
 
 def _encoder_class(spec: TextEncoderSpec, folder: Path, config: Mapping[str, Any]) -> Any:

@@ -13,7 +13,6 @@ through; the CPU. 8-bit weights are not streamed, so with a scheme the CPU comes
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,7 @@ from ..config.setting import requested
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
 from ..parallel.offload.copies import NUM_SLOTS, lay_out
-from .streamed_encoder import StreamPlan
-from .text_encoder import TextEncoder, load_text_encoder, make_empty_encoder, refuse_streamed_scheme
+from .text_encoder import make_empty_encoder, refuse_streamed_scheme
 from .text_weights import (
     WHAT_WORKS,
     TextScheme,
@@ -39,13 +37,9 @@ from .text_weights import (
     weight_dtypes,
 )
 
-logger = logging.getLogger(__name__)
-
 _MARGIN_BYTES = 512 * 2**20  # of a card: libraries' workspaces and what the allocator cannot use
 _USABLE = 0.9  # of what is free on a card
-_USABLE_HOST = 0.6  # of free host memory, which counts the system's file cache; for layers between two passes
-_MOST_CAPTIONS = 64  # per pass: more hides no more copying, and Cancel waits for the pass
-_MOST_CAPTIONS_FROM_FILES = 128  # a pass then takes as long as the disk does
+_MOST_CAPTIONS = 128  # per pass: more hides no more reading, and Cancel waits for the pass
 _STATES_PER_CAPTION = 4  # a layer's input and output, the concatenated batch, and what a norm makes of it
 
 
@@ -59,24 +53,16 @@ class TextDevice:
 
 @dataclass(frozen=True)
 class TextPlace:
-    """Where one encoder will run, how its layers are streamed if they are, and why: half a sentence for the log."""
+    """Where one encoder will run, why (half a sentence for the log), and how many captions a pass of its layers through
+    the device takes; 0 of an encoder that is there whole."""
 
     device: torch.device
-    stream: StreamPlan | None
     reason: str
+    captions_per_pass: int = 0
 
-    @property
-    def captions_per_batch(self) -> int:
-        """For encode_batch."""
-        return 1 if self.stream is None else self.stream.captions_per_pass
-
-    def describe(self) -> str:
-        """One line."""
-        if self.stream is None:
-            return f"runs on {self.device}: {self.reason}"
-        source = "host memory" if self.stream.keeps_host_copy else "its files"
-        captions = f"{self.stream.captions_per_pass} captions per pass"
-        return f"is streamed through {self.device} from {source}, {captions}: {self.reason}"
+    def __str__(self) -> str:
+        passes = f"is streamed through {self.device}, {self.captions_per_pass} captions per pass"
+        return f"{passes if self.captions_per_pass else f'runs on {self.device}'}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class EncoderSize:
     whole: int  # all weights as they are held
     rest: int  # weights outside the layers, which stay on the card of a streamed encoder
     layer: int  # the largest layer's buffer
-    layers: int  # the sum of all layers' buffers, in host memory
+    layers: int  # the sum of all layers' buffers
     working: int  # inside a layer, for one caption
     caption: int  # between layers, for each caption of a pass
 
@@ -127,15 +113,12 @@ def text_device_on(setting: str, device: str) -> str:
 
 
 def check_text_device(
-    setting: str | torch.device,
-    specs: Sequence[TextEncoderSpec],
-    folder: str | Path,
-    quantize: TextScheme = "none",
+    setting: str | torch.device, specs: Sequence[TextEncoderSpec], folder: str | Path, quantize: TextScheme = "none"
 ) -> None:
     """Refuse what planning or loading would refuse later, memory and what the folder holds excepted.
 
-    Raises: ValueError as parse_text_device, for a stream without a card or of 8-bit weights, or a single file; as
-        check_scheme.
+    Raises: ValueError as parse_text_device and check_scheme; for a stream without a card or of 8-bit weights, and a
+        single file.
     """
     wanted = parse_text_device(setting)
     is_streamed = wanted.mode == "stream"
@@ -163,37 +146,37 @@ def plan_text_place(
 
     Args:
         setting: see parse_text_device; a device is taken as it is.
-        window_bytes: the most a streamed encoder may take on its card, activations included; 0 for what is free there
-            less a margin.
+        window_bytes: the most a streamed encoder may take on its card; 0 for what is free there less a margin.
     Raises: ValueError for a setting that cannot be met, with the memory it would take.
     """
     wanted, scheme = parse_text_device(setting), applied_scheme(spec, quantize)
     if wanted.mode == "resident":
         assert wanted.device is not None
-        return TextPlace(wanted.device, None, "as requested")
-    size = forecast_size(spec, folder, dtype, scheme)
-    if wanted.mode == "stream":
-        return _plan_stream(_emptiest_card(wanted), size, scheme, window_bytes)
-    if not _cards(wanted):
-        return TextPlace(CPU, None, "there is no GPU")
-    card = _emptiest_card(wanted)
-    whole, free, room = _gb(size.resident_bytes), _gb(_usable_bytes(card)), _room(card, window_bytes)
-    if size.resident_bytes <= _usable_bytes(card):  # whatever the window, which limits what is streamed
-        return TextPlace(card, None, f"all of it takes {whole} and {free} are free there")
-    if scheme != "none":
-        return TextPlace(CPU, None, f"it takes {whole}, {card} has {free}, and 8-bit weights are not streamed")
-    if size.streamed_bytes() > room:
-        reason = f"even streamed it takes {_gb(size.streamed_bytes())}, and {card} has {_gb(room)} for it"
-        return TextPlace(CPU, None, reason)
-    return _plan_stream(card, size, scheme, window_bytes)
-
-
-def open_text_encoder(
-    spec: TextEncoderSpec, folder: str | Path, place: TextPlace, dtype: torch.dtype, quantize: TextScheme = "none"
-) -> TextEncoder:
-    """Load an encoder where it was planned, and say where that is. Raises: as load_text_encoder."""
-    logger.info("text encoder %s %s", spec.folder, place.describe())
-    return load_text_encoder(spec, folder, place.device, dtype, quantize, stream=place.stream)
+        return TextPlace(wanted.device, "as requested")
+    is_auto = wanted.mode is None
+    if is_auto and not _cards(wanted):
+        return TextPlace(CPU, "there is no GPU")
+    size, card = forecast_size(spec, folder, dtype, scheme), _emptiest_card(wanted)
+    usable, streamed = _usable_bytes(card), size.streamed_bytes()
+    # The window alone decides where torch cannot tell what is free.
+    room = window_bytes if free_bytes(card) is None else min(window_bytes or usable, usable)
+    limit = max(usable, room) if is_auto else room  # whatever the window, which limits what is streamed
+    if size.resident_bytes <= limit:
+        return TextPlace(card, f"all of it takes {_gb(size.resident_bytes)}, and there is room for {_gb(limit)}")
+    if is_auto and scheme != "none":
+        whole = _gb(size.resident_bytes)
+        return TextPlace(CPU, f"it takes {whole}, {card} has {_gb(limit)}, and 8-bit weights are not streamed")
+    if is_auto and streamed > room:
+        return TextPlace(CPU, f"even streamed it takes {_gb(streamed)}, and {card} has {_gb(room)} for it")
+    refuse_streamed_scheme(scheme)
+    if streamed > room:
+        raise ValueError(
+            f"streaming this text encoder through {card} takes {_gb(streamed)} (two layers, the embedding and one "
+            f"caption), and there is room for {_gb(room)} (what is free less a margin, or cache.text_window_gb if that "
+            'is less); use another card, a larger window, or "cpu"'
+        )
+    reason = f"all of it would take {_gb(size.resident_bytes)}, and there is room for {_gb(room)}"
+    return TextPlace(card, reason, min(_MOST_CAPTIONS, 1 + (room - streamed) // max(1, size.caption)))
 
 
 def _emptiest_card(wanted: TextDevice) -> torch.device:
@@ -210,34 +193,6 @@ def _cards(wanted: TextDevice) -> list[torch.device]:
 def _usable_bytes(card: torch.device) -> int:
     """What is free less a margin; 0 where torch cannot tell."""
     return max(0, int(_USABLE * (free_bytes(card) or 0)) - _MARGIN_BYTES)
-
-
-def _room(card: torch.device, window_bytes: int) -> int:
-    """What a streamed encoder may take; the window alone decides where torch cannot tell what is free."""
-    if free_bytes(card) is None:
-        return window_bytes
-    usable = _usable_bytes(card)
-    return min(window_bytes, usable) if window_bytes else usable
-
-
-def _plan_stream(card: torch.device, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:
-    """Small encoders that fit into the window whole are not streamed: their layers would cross for nothing."""
-    room = _room(card, window_bytes)
-    if size.resident_bytes <= room:
-        return TextPlace(card, None, f"all of it takes {_gb(size.resident_bytes)} and there is room for {_gb(room)}")
-    refuse_streamed_scheme(scheme)
-    if size.streamed_bytes() > room:
-        raise ValueError(
-            f"streaming this text encoder through {card} takes {_gb(size.streamed_bytes())} (two layers, the embedding "
-            f"and one caption), and there is room for {_gb(room)} (what is free less a margin, or "
-            'cache.text_window_gb if that is less); use another card, a larger window, or "cpu"'
-        )
-    reason = f"all of it would take {_gb(size.resident_bytes)}, and there is room for {_gb(room)}"
-    free_on_host = free_bytes(CPU)
-    keeps = free_on_host is None or size.layers <= _USABLE_HOST * free_on_host
-    most = _MOST_CAPTIONS if keeps else _MOST_CAPTIONS_FROM_FILES
-    fitting = 1 + (room - size.streamed_bytes()) // max(1, size.caption)
-    return TextPlace(card, StreamPlan(captions_per_pass=min(most, fitting), keeps_host_copy=keeps), reason)
 
 
 def _gb(num_bytes: int) -> str:

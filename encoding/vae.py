@@ -1,10 +1,8 @@
 """Loading a family's VAE from a diffusers folder or from the single files that ComfyUI uses, offline and completely.
 
-A single file carries the names its makers gave. Those of latent diffusion VAEs (FLUX.1, FLUX.2) are translated here,
-because diffusers has no conversion for AutoencoderKLFlux2 (checked in 0.42.1). They have three habits of their own: up
-blocks count from the last one run, attention layers are 1x1 convolutions, and FLUX.2 keeps the quantization
-convolutions inside encoder and decoder. All others go through diffusers' from_single_file, which would download a
-config unless it gets a folder with one; we write it from the variant's `vae_config`.
+Files of latent diffusion VAEs (FLUX.1, FLUX.2) are translated by diffusers' converter, which lacks what FLUX.2 has
+beside (checked in 0.42.1). All others go through from_single_file, which would download a config unless it gets a
+folder with one; we write it from the variant's `vae_config`.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from ..families.spec import ModelFamily, Variant
 from ..system.files import read_json_object
 
 _WHAT_WORKS = "give the VAE file or folder published with the model"
+_SAYS_WHAT_TO_DO = re.compile(r"\b(install|update|upgrade|pip)\b", re.IGNORECASE)
 _LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
 
 
@@ -46,7 +45,7 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
 
         _folder_config(family, source)
         options: dict[str, Any] = {"torch_dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
-        with _as_misfit(family, source):
+        with as_damage(source, f"an {family.vae_class}", _WHAT_WORKS):
             vae, report = getattr(diffusers, family.vae_class).from_pretrained(
                 str(source), output_loading_info=True, **options
             )
@@ -95,7 +94,7 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, ch
             raise ValueError(f"{source} has no safetensors file; {_WHAT_WORKS}")
         plain = {name: value for name, value in config.items() if not name.startswith("_")}
         refuse_other_kinds(source / "config.json", family.vae_class, plain)
-        with _as_misfit(family, source):
+        with as_damage(source, f"an {family.vae_class}", _WHAT_WORKS):
             wanted = shapes_of_class(family.vae_class, json.dumps(plain, sort_keys=True))
         # Only names that are in both: diffusers translates those of older versions.
         if wrong := [name for name in wanted if name in shapes and shapes[name] != wanted[name]]:
@@ -132,23 +131,24 @@ def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_misfit(family: ModelFamily, path: Path) -> Iterator[None]:
-    """What diffusers raises for a folder's files, or a single file, becomes one message that names it.
+def as_damage(path: Path, kind: str, remedy: str) -> Iterator[None]:
+    """Whatever a library raises for a folder's files, or a single file, becomes one message that names it.
 
-    A card without memory, a disk that fails and a file that may not be read pass: no other VAE would help.
+    What no other files would mend passes: a missing package, too little memory, a disk that fails, a lack of rights.
     """
     try:
         yield
     except (ImportError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # Rust's readers raise Exception itself
         if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EACCES):
             raise
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
         # NotImplementedError is how from_single_file reports missing weights, which cannot be copied from meta.
-        said = "weights are missing" if isinstance(error, NotImplementedError) else " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{path} cannot be read as an {family.vae_class} ({type(error).__name__}: {said}); {_WHAT_WORKS}"
-        ) from error
+        said = "weights are missing" if isinstance(error, NotImplementedError) else " ".join(str(error).split())
+        remedy = "" if _SAYS_WHAT_TO_DO.search(said) else f"; {remedy}"
+        raise ValueError(f"{path} cannot be read as {kind} ({type(error).__name__}: {said[:600]}){remedy}") from error
 
 
 def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:
@@ -157,7 +157,7 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
     vae_class = getattr(diffusers, family.vae_class)
     config = dict((variant or family.variants[0]).vae_config)
     if "encoder.conv_in.weight" not in tensors:
-        with tempfile.TemporaryDirectory() as folder, _as_misfit(family, file):
+        with tempfile.TemporaryDirectory() as folder, as_damage(file, f"an {family.vae_class}", _WHAT_WORKS):
             text = json.dumps({**config, "_class_name": family.vae_class})
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             options = {"config": folder, "torch_dtype": torch.float32, "local_files_only": True}
@@ -165,8 +165,8 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
         _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
         return vae
     vae = vae_class.from_config(config)
-    with _as_misfit(family, file):  # shapes
-        missing, unexpected = vae.load_state_dict(ldm_to_diffusers(tensors), strict=False)
+    with as_damage(file, f"an {family.vae_class}", _WHAT_WORKS):  # shapes
+        missing, unexpected = vae.load_state_dict(_ldm_to_diffusers(tensors, vae.config), strict=False)
     _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
     _refuse(file, "has unknown", unexpected)
     return vae
@@ -177,35 +177,21 @@ def _refuse(source: Path, how: str, names: Sequence[str]) -> None:
         raise ValueError(f"{source} {how} weights of the VAE: {len(names)}, e.g. {min(names)}; {_WHAT_WORKS}")
 
 
-# Pattern of a latent diffusion name -> diffusers name. UP stands for the reversed index of an up block.
-_LDM_NAMES: tuple[tuple[str, str], ...] = (
-    (r"^encoder\.down\.(\d+)\.block\.", r"encoder.down_blocks.\1.resnets."),
-    (r"^encoder\.down\.(\d+)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
-    (r"^decoder\.up\.(\d+)\.block\.", r"decoder.up_blocks.UP.resnets."),
-    (r"^decoder\.up\.(\d+)\.upsample\.", r"decoder.up_blocks.UP.upsamplers.0."),
-    (r"^(encoder|decoder)\.mid\.block_1\.", r"\1.mid_block.resnets.0."),
-    (r"^(encoder|decoder)\.mid\.block_2\.", r"\1.mid_block.resnets.1."),
-    (r"^(encoder|decoder)\.mid\.attn_1\.norm\.", r"\1.mid_block.attentions.0.group_norm."),
-    (r"^(encoder|decoder)\.mid\.attn_1\.([qkv])\.", r"\1.mid_block.attentions.0.to_\2."),
-    (r"^(encoder|decoder)\.mid\.attn_1\.proj_out\.", r"\1.mid_block.attentions.0.to_out.0."),
-    (r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out."),
-    (r"^(?:encoder|decoder)\.(quant_conv|post_quant_conv)\.", r"\1."),
-    (r"\.nin_shortcut\.", r".conv_shortcut."),
-)
+_OWN = re.compile(r"(?:encoder|decoder)\.((?:post_)?quant_conv\..*)")  # where FLUX.2's files have them
 
 
-def ldm_to_diffusers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors under diffusers' names; a file that has those already comes back as it is."""
+def _ldm_to_diffusers(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors under diffusers' names; a file that has those already comes back as it is.
+
+    Raises: ValueError for tensors that the conversion leaves out.
+    """
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
     if not any(name.startswith("encoder.down.") for name in tensors):
         return dict(tensors)
-    levels = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.up\.(\d+)\.", name))]
-    last_level, found = max(levels, default=0), {}
-    for original, tensor in tensors.items():
-        name = original
-        for pattern, replacement in _LDM_NAMES:
-            name = re.sub(pattern, replacement, name)
-        if level := re.match(r"decoder\.up\.(\d+)\.", original):
-            name = name.replace("UP", str(last_level - int(level[1])))
-        is_convolution = ".mid.attn_1." in original and tensor.ndim == 4  # 1x1, where diffusers has a linear
-        found[name] = tensor[:, :, 0, 0] if is_convolution else tensor
-    return found
+    found = {_OWN.sub(r"\1", name): tensor for name, tensor in tensors.items()}
+    statistics = {name: found.pop(name) for name in list(found) if name.startswith("bn.")}
+    converted = {**convert_ldm_vae_checkpoint(found, config), **statistics}
+    if len(converted) != len(tensors):
+        raise ValueError(f"it has {len(tensors)} tensors, and {len(converted)} of them are known")
+    return converted

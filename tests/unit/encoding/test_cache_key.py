@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ from devicebridge.encoding import key as key_module
 from devicebridge.encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts, ComfyTokens
 from devicebridge.encoding.encode import fill
 from devicebridge.encoding.key import (
-    LatentSettings,
     comfy_latent_key,
     comfy_text_key,
-    comfy_token_key,
     content_key,
     latent_key,
     text_key,
@@ -37,7 +36,7 @@ SPEC = TextEncoderSpec(
     layers=(10, 20, 30), system_prompt="You are", template_options={"add_generation_prompt": False, "other": [1, 2]},
 )  # fmt: skip
 TEXT = {"encoder_fingerprint": "e", "tokenizer_fingerprint": "t", "dtype": torch.bfloat16}
-LATENT = LatentSettings("example", 1, "v", torch.bfloat16)
+LATENT = {"family": "example", "normalisation_version": 1, "vae": "v", "dtype": "torch.bfloat16"}
 IMAGE = ImageRequest("a.png", (64, 96), (0, 16, 64, 64))
 CLIP = dataclasses.replace(IMAGE, frames=(0, 2, 4))
 
@@ -104,10 +103,10 @@ def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
         keys.add(latent_key("i", dataclasses.replace(IMAGE, **change), LATENT))
     keys.add(latent_key("i", dataclasses.replace(IMAGE, frames=(1, 0)), LATENT))
     for field, value in (
-        ("family", "other"), ("normalisation_version", 2), ("vae_fingerprint", "x"), ("dtype", torch.float32),
+        ("family", "other"), ("normalisation_version", 2), ("vae", "x"), ("dtype", "torch.float32"),
         ("condition", "first_frame"),
     ):  # fmt: skip
-        keys.add(latent_key("i", IMAGE, dataclasses.replace(LATENT, **{field: value})))
+        keys.add(latent_key("i", IMAGE, {**LATENT, field: value}))
     assert latent_key("i", dataclasses.replace(IMAGE, path="b.png"), LATENT) in keys
     monkeypatch.setattr(key_module, "CLIP_VERSION", 99)
     keys.add(latent_key("i", dataclasses.replace(IMAGE, frames=(0,)), LATENT))
@@ -119,12 +118,11 @@ def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
 
 def test_caches_of_images_and_clips_stay_valid():
     """Names under which caches hold entries."""
+    wan = {**LATENT, "family": "wan"}
     assert [
-        latent_key("i", IMAGE, LatentSettings("flux2", 1, "v", torch.bfloat16)),
-        latent_key("i", CLIP, LatentSettings("wan", 1, "v", torch.bfloat16)),
-        latent_key(
-            "i", dataclasses.replace(IMAGE, frames=(3,)), LatentSettings("wan", 1, "v", torch.bfloat16, "first_frame")
-        ),
+        latent_key("i", IMAGE, {**LATENT, "family": "flux2"}),
+        latent_key("i", CLIP, wan),
+        latent_key("i", dataclasses.replace(IMAGE, frames=(3,)), {**wan, "condition": "first_frame"}),
         comfy_latent_key("i", dataclasses.replace(IMAGE, frames=(1, 2)), "v"),
         comfy_text_key("a", "b"),
     ] == [
@@ -138,7 +136,7 @@ def test_caches_of_images_and_clips_stay_valid():
 
 def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
     plain = "a cat, 2 < 3 [x] {y} \\n"
-    for key in (comfy_text_key, comfy_token_key):
+    for key in (comfy_text_key, partial(comfy_text_key, what="stock tokens")):
         assert key(plain, "clip") == key(plain, "clip", weighs=True)
         for text in ("a (cat)", "a cat)", "embedding:x"):
             assert key(text, "clip") != key(text, "clip", weighs=True)

@@ -14,9 +14,8 @@ from devicebridge.data.image import ImageRequest, read_pixels
 from devicebridge.encoding import sources
 from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
-from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, prepare_text
-from devicebridge.encoding.text_place import TextPlace, open_text_encoder
+from devicebridge.encoding.text_place import TextPlace
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import LatentSpec, ModelFamily, TextEncoderSpec
 from devicebridge.tests.clips import save_clip
@@ -57,8 +56,8 @@ def loads(monkeypatch):
         loaded.append((name, sum(reference() is not None for reference in models)))
         models.append(weakref.ref(model))
 
-    def open_encoder_and_tell(spec, *args):
-        encoder = open_text_encoder(spec, *args)
+    def load_encoder_and_tell(spec, *args, **options):
+        encoder = load_text_encoder(spec, *args, **options)
         remember(spec.folder, encoder.model)
         return encoder
 
@@ -67,7 +66,7 @@ def loads(monkeypatch):
         remember("vae", vae)
         return vae
 
-    monkeypatch.setattr(sources, "open_text_encoder", open_encoder_and_tell)
+    monkeypatch.setattr(sources, "load_text_encoder", load_encoder_and_tell)
     monkeypatch.setattr(sources, "load_vae", load_vae_and_tell)
     return loaded
 
@@ -137,7 +136,7 @@ def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder
     monkeypatch.setattr(
         TextEncoder, "encode_batch", lambda self, texts: sizes.append(len(texts)) or encode_batch(self, texts)
     )
-    place = TextPlace(torch.device("cpu"), StreamPlan(4, keeps_host_copy=True), "for a test")
+    place = TextPlace(torch.device("cpu"), "for a test", 4)
     monkeypatch.setattr(sources, "plan_text_place", lambda *args: place)
     keys, computed = _encode(CAPTIONS, encoders, CacheStore(tmp_path / "streamed"), specs=(QWEN3,))
     monkeypatch.undo()
@@ -353,19 +352,19 @@ def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_p
 ):
     """A streamed pass of five, two of them bad."""
     bad, store = CAPTIONS[1:3], CacheStore(tmp_path / "cache")
-    together = TextEncoder._encode_together
+    together = TextEncoder.encode_batch
 
     def spoil(self, texts):
         found = together(self, texts)
         return [states * float("inf") if text in bad else states for states, text in zip(found, texts, strict=True)]
 
-    monkeypatch.setattr(TextEncoder, "_encode_together", spoil)
-    place = TextPlace(torch.device("cpu"), StreamPlan(5), "for this test")
+    monkeypatch.setattr(TextEncoder, "encode_batch", spoil)
+    place = TextPlace(torch.device("cpu"), "for this test", 5)
     monkeypatch.setattr(sources, "plan_text_place", lambda *args: place)
-    with pytest.raises(RuntimeError, match=r"(?s)not finite in.*'a picture of 1.*'a picture of 2.*are kept"):
+    with pytest.raises(RuntimeError, match=r"(?s)'a picture of 1.*not finite in.*'a picture of 2.*are kept"):
         encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
     assert len(list(store.keys())) == 3
-    monkeypatch.setattr(TextEncoder, "_encode_together", together)
+    monkeypatch.setattr(TextEncoder, "encode_batch", together)
     keys = encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
     assert all(torch.isfinite(store.get(key)[T5.output]).all() for key in keys.values())
 

@@ -12,7 +12,6 @@ import torch
 from devicebridge.encoding import streamed_encoder
 from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
-from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
 from devicebridge.encoding.text_place import forecast_size
 from devicebridge.encoding.text_weights import layer_list
@@ -39,8 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_each(tmp_path_factory.mktemp("encoders"), SPECS, layers=NUM_LAYERS, max_length=64)
 
 
-def _stream(folder, kind, plan, device=CPU, dtype=torch.float32):
-    return load_text_encoder(SPECS[kind], folder, device, dtype, stream=plan)
+def _stream(folder, kind, captions_per_pass, device=CPU, dtype=torch.float32):
+    return load_text_encoder(SPECS[kind], folder, device, dtype, captions_per_pass=captions_per_pass)
 
 
 def _resident_states(folder, kind, dtype=torch.float32, device=CPU):
@@ -50,23 +49,22 @@ def _resident_states(folder, kind, dtype=torch.float32, device=CPU):
 
 def _copies(encoder: TextEncoder) -> int:
     assert encoder.stream is not None
-    return encoder.stream.num_copies
+    return encoder.stream.slots.num_copies
 
 
 @pytest.mark.parametrize(
-    ("kind", "keeps_host_copy", "dtype"),
+    ("kind", "dtype"),
     [
-        ("mistral3", True, torch.float32),
-        ("qwen3", False, torch.bfloat16),
-        ("t5", True, torch.float16),  # whose class wants some weights in float32
-        ("t5", False, torch.float32),
-        ("umt5", True, torch.bfloat16),
-        ("clip", False, torch.float32),
+        ("mistral3", torch.float32),
+        ("qwen3", torch.bfloat16),
+        ("t5", torch.float16),  # whose class wants some weights in float32
+        ("umt5", torch.bfloat16),
+        ("clip", torch.float32),
     ],
 )
-def test_states_are_those_of_the_resident_encoder_bit_by_bit(folders, kind, keeps_host_copy, dtype):
+def test_states_are_those_of_the_resident_encoder_bit_by_bit(folders, kind, dtype):
     expected = _resident_states(folders[kind], kind, dtype)
-    encoder = _stream(folders[kind], kind, StreamPlan(4, keeps_host_copy), dtype=dtype)
+    encoder = _stream(folders[kind], kind, 4, dtype=dtype)
     for company in (CAPTIONS, CAPTIONS[::-1], CAPTIONS[:1], CAPTIONS[3:4], PADDED):
         for caption, states in zip(company, encoder.encode_batch(company), strict=True):
             assert torch.equal(states, expected[caption]), caption
@@ -76,7 +74,7 @@ def test_states_are_those_of_the_resident_encoder_bit_by_bit(folders, kind, keep
 
 def test_captions_go_through_a_layer_one_by_one(folders: dict[str, Path]) -> None:
     """In a batch of several, products round differently; on a CPU of tiny matrices that may not show in the bits."""
-    encoder = _stream(folders["qwen3"], "qwen3", StreamPlan(4))
+    encoder = _stream(folders["qwen3"], "qwen3", 4)
     seen: list[torch.Size] = []
     hooks = HookSet()
     for layer in layer_list(encoder.model)[1]:
@@ -96,7 +94,7 @@ def test_a_layer_that_would_mix_captions_is_an_error() -> None:
 
 
 def test_a_batch_is_one_pass(folders: dict[str, Path]) -> None:
-    encoder = _stream(folders["mistral3"], "mistral3", StreamPlan(3))
+    encoder = _stream(folders["mistral3"], "mistral3", 3)
     batches = encoder.plan_batches(CAPTIONS)
     assert sorted(map(len, batches)) == [2, 2, 3]  # five with padding, two without
     assert sorted(sum(batches, [])) == sorted(CAPTIONS)
@@ -109,13 +107,13 @@ def test_a_batch_is_one_pass(folders: dict[str, Path]) -> None:
 
 
 def test_encoders_that_see_no_mask_need_no_two_kinds_of_batches(folders: dict[str, Path]) -> None:
-    encoder = _stream(folders["t5"], "t5", StreamPlan(len(CAPTIONS)))
+    encoder = _stream(folders["t5"], "t5", len(CAPTIONS))
     assert encoder.plan_batches(CAPTIONS) == [CAPTIONS]
     encoder.close()
 
 
 def test_equal_captions_are_computed_once(folders: dict[str, Path]) -> None:
-    encoder = _stream(folders["t5"], "t5", StreamPlan(4))
+    encoder = _stream(folders["t5"], "t5", 4)
     first, _, again = encoder.encode_batch(["a cat", "a dog", "a cat"])
     assert torch.equal(first, again) and encoder.plan_batches(["a", "b", "a"]) == [["a", "b"]]
     encoder.close()
@@ -136,15 +134,15 @@ def _watch_inside(encoder: TextEncoder, look: Callable[[], None]) -> HookSet:
 
 
 @pytest.mark.usefixtures("_views_allowed")
-@pytest.mark.parametrize(("kind", "keeps_host_copy"), [("qwen3", True), ("umt5", False), ("t5", True)])
-def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(folders, kind, keeps_host_copy):
+@pytest.mark.parametrize("kind", ["qwen3", "umt5", "t5"])
+def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(folders, kind):
     size = forecast_size(SPECS[kind], folders[kind], torch.float32)
     held: list[int] = []
     with emulated_cards(1) as cards:
         expected = _resident_states(folders[kind], kind, device=CARDS[0])  # emulation computes attention its own way
         gc.collect()
         assert live_bytes(CARDS[0]) == 0
-        encoder = _stream(folders[kind], kind, StreamPlan(len(PADDED), keeps_host_copy), CARDS[0])
+        encoder = _stream(folders[kind], kind, len(PADDED), CARDS[0])
         num_layers = len(layer_list(encoder.model)[1])
         window = size.rest + NUM_SLOTS * size.layer
         assert window <= live_bytes(CARDS[0]) <= window + 4096  # and rotary frequencies
@@ -209,10 +207,9 @@ class _Recorder(CopyStreams):
 _RECORDERS: list[_Recorder] = []
 
 
-@pytest.mark.parametrize("keeps_host_copy", [True, False])
-def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(folders, monkeypatch, keeps_host_copy):
+def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(folders, monkeypatch):
     monkeypatch.setattr(copies, "CopyStreams", _Recorder)
-    encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps_host_copy))
+    encoder = _stream(folders["t5"], "t5", 2)
     recorder = _RECORDERS.pop()
     recorder.steps.clear()  # when the slots were made
     encoder.encode_batch(["a", "b"])
@@ -225,39 +222,23 @@ def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(folders, 
         assert place["copy"] < place["await"] < place["used"]
         if number >= NUM_SLOTS:  # a slot is copied into after the layer it held has computed
             assert place["copy"] > _nth(on_card, "used", number - NUM_SLOTS)
-        if keeps_host_copy and number > NUM_LAYERS:  # what is read already is queued before the layer ahead of it
-            assert place["copy"] < _nth(on_card, "used", number - 1)
-    assert (("wait", 0) in recorder.steps) is not keeps_host_copy
+        if number % NUM_LAYERS:  # with the layer ahead of it queued, and before anybody waits for it
+            assert on_card[place["copy"] - 1] == ("used", -1)
+    assert ("wait", 0) in recorder.steps
 
 
 def _nth(steps: list[tuple[str, int]], kind: str, number: int) -> int:
     return [position for position, step in enumerate(steps) if step[0] == kind][number]
 
 
-def test_host_memory_holds_all_layers_or_two(folders: dict[str, Path]) -> None:
+def test_host_memory_holds_one_layer(folders: dict[str, Path]) -> None:
     size = forecast_size(SPECS["t5"], folders["t5"], torch.float32)
-    for keeps, expected in ((True, size.layers), (False, NUM_SLOTS * size.layer)):
-        encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps))
-        encoder.encode_batch(["a", "b"])
-        assert encoder.stream is not None and encoder.stream.host_bytes == expected
+    encoder = _stream(folders["t5"], "t5", 2)
+    encoder.encode_batch(["a", "b"])
+    assert encoder.stream is not None and encoder.stream.buffer.num_bytes == size.layer
+    for _ in range(2):
         encoder.close()
-        assert encoder.stream.host_bytes == 0
-        encoder.close()
-
-
-def test_files_are_read_once_or_every_pass(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-    original = streamed_encoder.read_records
-    monkeypatch.setattr(
-        streamed_encoder, "read_records", lambda records: [opened.append(records), original(records)][1]
-    )
-    for keeps, expected in ((True, NUM_LAYERS), (False, 3 * NUM_LAYERS)):
-        opened.clear()
-        encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps))
-        for _ in range(3):
-            encoder.encode_batch(["a", "b"])
-        assert expected <= len(opened) <= expected + NUM_SLOTS  # two may be read ahead
-        encoder.close()
+        assert encoder.stream.buffer.num_bytes == 0
 
 
 class _Refusing:
@@ -297,12 +278,10 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
     assert not copies.PinnedBuffer(1000, torch.device("cuda", 0), is_wanted=False).is_pinned
 
 
-@pytest.mark.parametrize(
-    ("broken_layer", "keeps_host_copy"), [(0, True), (1, False), (4, True), (NUM_LAYERS - 1, False)]
-)
-def test_after_an_error_in_a_layer_the_next_batch_is_right(folders, broken_layer, keeps_host_copy):
+@pytest.mark.parametrize("broken_layer", [0, 1, 4, NUM_LAYERS - 1])
+def test_after_an_error_in_a_layer_the_next_batch_is_right(folders, broken_layer):
     expected = _resident_states(folders["t5"], "t5")
-    encoder = _stream(folders["t5"], "t5", StreamPlan(4, keeps_host_copy))
+    encoder = _stream(folders["t5"], "t5", 4)
     hooks = HookSet()
 
     def fail(module: Any, args: Any, kwargs: Any) -> Any:
@@ -337,13 +316,13 @@ def test_weights_of_another_shape_are_refused_before_anything_is_read(folders: d
     folder = _copy_with(folders["t5"], tmp_path / "copy", widen)
     message = r"model\.safetensors does not fit .*config\.json: .*block\.5.*wo\.weight is \[64, 127\] and should be"
     with pytest.raises(ValueError, match=message):
-        _stream(folder, "t5", StreamPlan(2))
+        _stream(folder, "t5", 2)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_8_bit_weights_are_refused_with_what_works(folders: dict[str, Path], scheme: Any) -> None:
     with pytest.raises(ValueError, match=f'text_quantize = "{scheme}".*streamed.*"none"'):
-        load_text_encoder(SPECS["qwen3"], folders["qwen3"], CPU, torch.float32, scheme, stream=StreamPlan(2))
+        load_text_encoder(SPECS["qwen3"], folders["qwen3"], CPU, torch.float32, scheme, captions_per_pass=2)
 
 
 def test_files_in_8_bits_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -353,7 +332,7 @@ def test_files_in_8_bits_are_refused(folders: dict[str, Path], tmp_path: Path) -
 
     folder = _copy_with(folders["t5"], tmp_path / "copy", narrow)
     with pytest.raises(ValueError, match="in 8 bits already"):
-        _stream(folder, "t5", StreamPlan(2))
+        _stream(folder, "t5", 2)
 
 
 @pytest.mark.usefixtures("_views_allowed")
@@ -381,7 +360,7 @@ def test_caching_through_a_stream_fills_the_same_entries_and_leaves_the_card_emp
             keys = encode_captions(*arguments, **options)
         gc.collect()
         assert 0 < max(seen) <= window and live_bytes(CARDS[0]) == 0
-    assert "is streamed through lazy:0 from host memory, 3 captions per pass" in caplog.text
+    assert "is streamed through lazy:0, 3 captions per pass" in caplog.text
     if stop:
         return
     plain = CacheStore(tmp_path / "plain")

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from devicebridge.encoding import text_encoder
-from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text, render_chat
 from devicebridge.encoding.text_weights import refuse_eight_bit, weight_records
 from devicebridge.families.spec import TextEncoderSpec
@@ -255,7 +254,7 @@ def test_clip_weights_under_their_older_names_load(folders, tmp_path):
     folder = _break(folders, "flux1", tmp_path, with_prefix)
     expected = _ours(folders["flux1"], CLIP, "a cat", torch.float32)
     assert torch.equal(_ours(folder, CLIP, "a cat", torch.float32), expected)
-    streamed = load_text_encoder(CLIP, folder, "cpu", torch.float32, stream=StreamPlan(1))
+    streamed = load_text_encoder(CLIP, folder, "cpu", torch.float32, captions_per_pass=1)
     assert torch.equal(streamed.encode("a cat"), expected)
     streamed.close()
 
@@ -292,13 +291,6 @@ def test_captions_that_do_not_fit_are_named_once_each(folders, caplog):
     assert f"the caption {'y' * 57 + '...'!r} needs {LENGTH + 1}" in record.getMessage()
 
 
-def test_states_that_are_not_finite_are_refused(folders):
-    encoder = load_text_encoder(T5, folders["flux1"], "cpu", torch.float32)
-    next(encoder.model.parameters()).data.fill_(float("inf"))
-    with pytest.raises(RuntimeError, match=r"text_encoder_2.*float32.*'a cat'.*bfloat16"):
-        encoder.encode("a cat")
-
-
 def test_texts_are_cleaned_where_the_padding_is_zeroed_only(monkeypatch):
     assert prepare_text("  a\n\tb &amp;lt; ", UMT5) == "a b <"
     assert prepare_text("  a\n\tb &amp;lt; ", T5) == "  a\n\tb &amp;lt; "
@@ -322,6 +314,6 @@ def test_what_is_missing_here_is_no_damage_of_the_files(error, tmp_path, monkeyp
 def test_a_model_type_that_transformers_does_not_know_is_not_downloaded_again(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "not-yet-known", "architectures": ["T5EncoderModel"]}')
     spec = dataclasses.replace(T5, folder=".")
-    with pytest.raises(ValueError, match=r"cannot be read by transformers.*not-yet-known.*(update|upgrade)") as caught:
+    with pytest.raises(ValueError, match=r"cannot be read as .*not-yet-known.*(update|upgrade)") as caught:
         text_encoder.make_empty_encoder(spec, tmp_path)
     assert "download" not in str(caught.value)

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.encoding import text_place
-from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import load_text_encoder
 from devicebridge.encoding.text_place import (
     TextDevice,
     TextPlace,
     check_text_device,
     forecast_size,
-    open_text_encoder,
     parse_text_device,
     plan_text_place,
     text_device_on,
@@ -46,12 +44,12 @@ Machine = Callable[..., None]
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     with emulated_cards(4):
 
-        def have(*free: int, host: int = HUGE) -> None:
+        def have(*free: int) -> None:
             monkeypatch.setattr(text_place, "_MARGIN_BYTES", 0)
             monkeypatch.setattr(text_place, "_USABLE", 1.0)
             monkeypatch.setattr(text_place, "available_devices", lambda: list(CARDS[: len(free)]))
             of = dict(zip(CARDS, free, strict=False))
-            monkeypatch.setattr(text_place, "free_bytes", lambda device: host if device == CPU else of[device])
+            monkeypatch.setattr(text_place, "free_bytes", lambda device: of[device])
 
         yield have
 
@@ -101,16 +99,16 @@ def test_auto_takes_a_card_that_holds_all_then_a_stream_then_the_cpu(folders, ma
     size = forecast_size(SPECS["t5"], folders["t5"], torch.bfloat16)
     machine(size.resident_bytes - 1, size.resident_bytes)
     place = _plan(folders, "auto")
-    assert (place.device, place.stream) == (CARDS[1], None) and "all of it takes" in place.describe()
+    assert (place.device, place.captions_per_pass) == (CARDS[1], 0) and "all of it takes" in str(place)
     machine(size.resident_bytes - 2, size.resident_bytes - 1)
     place = _plan(folders, "auto")
-    assert place.device == CARDS[1] and place.stream is not None
-    assert "is streamed through lazy:1 from host memory" in place.describe() and "room for" in place.reason
+    assert place.device == CARDS[1] and place.captions_per_pass
+    assert "is streamed through lazy:1, " in str(place) and "room for" in place.reason
     machine(size.streamed_bytes() - 1)
     place = _plan(folders, "auto")
-    assert place == TextPlace(CPU, None, place.reason) and "even streamed it takes" in place.reason
+    assert place == TextPlace(CPU, place.reason) and "even streamed it takes" in place.reason
     machine()
-    assert _plan(folders, "auto") == TextPlace(CPU, None, "there is no GPU")
+    assert _plan(folders, "auto") == TextPlace(CPU, "there is no GPU")
 
 
 def test_auto_keeps_to_its_card(folders: dict[str, Path], machine: Machine) -> None:
@@ -149,26 +147,17 @@ def test_captions_per_pass_fill_the_window(folders: dict[str, Path], machine: Ma
             window = size.streamed_bytes(number) + spare
             if window < size.resident_bytes:
                 place = _plan(folders, "stream", window=window)
-                assert place.stream == StreamPlan(number) and place.captions_per_batch == number
+                assert place.captions_per_pass == number
     place = _plan(folders, "stream", window=size.resident_bytes)
-    assert place.stream is None and place.captions_per_batch == 1  # then streaming would only cost
+    assert place.captions_per_pass == 0  # then streaming would only cost
     with pytest.raises(ValueError, match=r"takes .* GB .*two layers.*text_window_gb.*larger window"):
         _plan(folders, "stream", window=size.streamed_bytes() - 1)
     machine(size.streamed_bytes(2))
-    assert _plan(folders, "stream", window=HUGE).captions_per_batch == 2  # a window larger than the card
-
-
-def test_layers_stay_on_the_host_where_they_fit(folders: dict[str, Path], machine: Machine) -> None:
-    size = forecast_size(SPECS["t5"], folders["t5"], torch.bfloat16)
-    for host, keeps in ((2 * size.layers, True), (size.layers, False)):
-        machine(size.streamed_bytes(), host=host)
-        plan = _plan(folders, "stream").stream
-        assert plan is not None and plan.keeps_host_copy is keeps
-    assert "from its files" in _plan(folders, "stream").describe()
+    assert _plan(folders, "stream", window=HUGE).captions_per_pass == 2  # a window larger than the card
 
 
 def test_a_named_device_is_taken_without_a_forecast(tmp_path: Path) -> None:
-    assert plan_text_place("cpu", SPECS["t5"], tmp_path, torch.bfloat16) == TextPlace(CPU, None, "as requested")
+    assert plan_text_place("cpu", SPECS["t5"], tmp_path, torch.bfloat16) == TextPlace(CPU, "as requested")
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(folders, tmp_path, machine):
@@ -219,12 +208,13 @@ def test_twins_are_found_in_both_ways_of_declaring_them(folders, monkeypatch):
 def _peak(setting: str, kind: str, folder: Path, window: int) -> tuple[int, TextPlace]:
     held: list[int] = []
     place = plan_text_place(setting, SPECS[kind], folder, torch.float32, "none", window)
-    encoder = open_text_encoder(SPECS[kind], folder, place, torch.float32)
+    passes = place.captions_per_pass
+    encoder = load_text_encoder(SPECS[kind], folder, place.device, torch.float32, captions_per_pass=passes)
     hooks = HookSet()
     for module in encoder.model.modules():
         if isinstance(module, torch.nn.Linear):
             hooks.after(module, lambda module, args, kwargs, output: held.append(live_bytes(CARDS[0])))
-    encoder.encode_batch([f"caption {index}" for index in range(place.captions_per_batch)])
+    encoder.encode_batch([f"caption {index}" for index in range(max(1, passes))])
     hooks.remove()
     encoder.close()
     return max(held), place
@@ -239,12 +229,12 @@ def test_a_card_never_holds_more_than_was_forecast(folders, machine, monkeypatch
     machine(HUGE)
     gc.collect()
     peak, place = _peak("lazy:0", kind, folders[kind], 0)
-    assert place.stream is None and size.whole < peak <= size.resident_bytes
+    assert place.captions_per_pass == 0 and size.whole < peak <= size.resident_bytes
     gc.collect()
     window = size.streamed_bytes(3)
     assert window < size.whole  # a window that all of it would break
     peak, place = _peak("stream:lazy:0", kind, folders[kind], window)
-    assert place.captions_per_batch == 3 and size.rest + 2 * size.layer < peak <= window
+    assert place.captions_per_pass == 3 and size.rest + 2 * size.layer < peak <= window
 
 
 def test_forecast_of_flux2_devs_encoder(tmp_path: Path) -> None:

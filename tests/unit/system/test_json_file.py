@@ -58,7 +58,7 @@ def test_a_tokenizer_with_values_of_the_wrong_kind_names_its_folder(file, key, v
     path = tmp_path / "model" / "tokenizer" / file
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     spec = find_variant("flux2-dev")[1].text_encoders[0]
-    with pytest.raises(ValueError, match=r"the JSON files in .*model/tokenizer cannot be read by transformers"):
+    with pytest.raises(ValueError, match=r"model/tokenizer cannot be read as a tokenizer"):
         load_text_encoder(spec, tmp_path / "model", "cpu", torch.float32)
 
 
