@@ -15,6 +15,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -77,19 +78,13 @@ def fill(
     if not missing:
         return key_of
     source.plan(list(missing.values()))
-    unreadable, is_loaded = list[str](), False
-    with _freed(source):
+    unreadable: list[str] = []
+    with _in_use(source, f"{len(missing)} {source.what}", on_begin) as load:
         stop_if_asked()
         shared = claimed_batches(Claims(store), missing, source.batch_size, is_done, add, stop_if_asked)
         with closing(shared) as batches:
             for batch in batches:
-                given = dict(_read(source, {key: missing[key] for key in batch}, unreadable))
-                if given and not is_loaded:
-                    logger.info("loading %s for up to %d %s", source.name, len(missing), source.what)
-                    source.load()
-                    on_begin()
-                    is_loaded = True
-                for key, entry in _encode(source, given, unreadable):
+                for key, entry in _encode(source, {key: missing[key] for key in batch}, load, unreadable):
                     store.put(key, entry)
                     add()
     if unreadable:
@@ -98,9 +93,17 @@ def fill(
 
 
 @contextmanager
-def _freed(source: Source[Any]) -> Iterator[None]:
+def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Inside, a function that loads the source unless it is loaded; the source is freed at the end."""
+
+    @cache
+    def load() -> None:
+        logger.info("loading %s for up to %s", source.name, what)
+        source.load()
+        on_begin()
+
     try:
-        yield
+        yield load
     finally:
         source.close()
         gc.collect()
@@ -108,19 +111,24 @@ def _freed(source: Source[Any]) -> Iterator[None]:
             torch.get_device_module(device).empty_cache()
 
 
-def _read(source: Source[Item], batch: Mapping[str, Item], unreadable: list[str]) -> Iterator[tuple[str, Any]]:
-    """What the source encodes of each; adds to unreadable what was broken since the dataset was looked at."""
+def _encode(
+    source: Source[Item], batch: Mapping[str, Item], load: Callable[[], None], unreadable: list[str]
+) -> Iterator[tuple[str, Entry]]:
+    """The entries of a batch; adds to unreadable what was broken since the dataset was looked at.
+
+    Raises: RuntimeError naming those that must not be kept, behind the others; ValueError as encode_batch.
+    """
+    given: dict[str, Any] = {}
     for key, item in batch.items():
         try:
-            yield key, source.read(item)
+            given[key] = source.read(item)
         except ValueError as error:
             unreadable.append(str(error))
-
-
-def _encode(source: Source[Any], given: Mapping[str, Any], unreadable: list[str]) -> Iterator[tuple[str, Entry]]:
-    """Raises: RuntimeError naming the entries that must not be kept, behind the others; ValueError as encode_batch."""
+    if not given:
+        return
+    load()
     try:
-        entries = source.encode_batch(list(given.values())) if given else []
+        entries = source.encode_batch(list(given.values()))
     except ValueError as error:
         raise ValueError("\n".join([*unreadable, str(error)])) from error
     problems = []

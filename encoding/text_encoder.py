@@ -35,16 +35,12 @@ from ..system.files import expect, read_json_object
 from .streamed_encoder import StreamedLayers
 from .text_weights import (
     WHAT_WORKS,
-    Sources,
     Storage,
     TextScheme,
     applied_scheme,
-    encoder_sources,
-    language_model_sources,
+    find_sources,
     layer_list,
     read_weights,
-    refuse_eight_bit,
-    refuse_other_shapes,
 )
 from .vae import as_damage
 
@@ -140,7 +136,7 @@ def load_text_encoder(
     if captions_per_pass:
         refuse_streamed_scheme(storage.scheme)
     model, stream = make_empty_encoder(spec, folder), None
-    sources = _find_sources(spec, model, folder / spec.folder)
+    sources = find_sources(model, folder / spec.folder)
     if captions_per_pass:
         stream = StreamedLayers(model, sources, storage, captions_per_pass)
     else:
@@ -308,22 +304,13 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
     """
     folder = Path(folder)
     model: Any = make_empty_encoder(spec, folder)
-    refuse_zeros(folder / spec.folder, _find_sources(spec, model, folder / spec.folder))
+    refuse_zeros(folder / spec.folder, find_sources(model, folder / spec.folder))
     found = model.config.hidden_size * max(1, len(spec.layers))
     if width is not None and found != width:
         raise ValueError(
             f"{folder / spec.folder} makes text states of width {found}, but this transformer takes {width}; use the "
             "text encoders published with the model"
         )
-
-
-def _find_sources(spec: TextEncoderSpec, model: torch.nn.Module, folder: Path) -> Sources:
-    """Where tensors of an empty encoder are. Raises: ValueError if one is missing, in 8 bits or of another shape."""
-    find = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
-    sources = find(model, folder)
-    refuse_other_shapes(model, sources, folder)
-    refuse_eight_bit(sources)
-    return sources
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:

@@ -1,12 +1,8 @@
 """A text encoder's weights: which tensors of which files, each read straight to its device, in 8 bits on request.
 
-Quantizing. A linear is rounded to 8 bits (quantization/frozen_linear.py) as soon as its own tensors are there, before
-the next is read: one linear at a time is there in full precision beside what stays so. Products are computed in the
-encoder's dtype from weights written out anew at every call: this buys room, not speed.
-
-What stays in full precision: embeddings (the tables of relative positions among them), norms and biases, and what the
-spec names in keep_full_precision. Every other linear of these encoders is inside a residual block, where its rounding
-is one of many small independent errors.
+A linear is rounded to 8 bits (quantization/frozen_linear.py) as soon as its own tensors are there, before the next is
+read. Products are computed in the encoder's dtype from weights written out anew at every call: this buys room, not
+speed. Embeddings, norms, biases and what the spec names in keep_full_precision stay in full precision.
 
 Files whose weights are in 8 bits already are refused: there are several ways to lay their scales out, and none keeps
 them under the names and in the folders that the encoders' classes read.
@@ -71,88 +67,45 @@ def check_scheme(scheme: TextScheme, device: torch.device) -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def weight_records(folder: Path) -> dict[str, TensorRecord]:
-    """Every tensor by its name, of the files that the index names or of the one file there is.
+def find_sources(model: nn.Module, folder: Path) -> Sources:
+    """Where the tensors of an empty encoder are, whatever stands before their names; of tied ones only one is listed.
 
-    Raises: ValueError if there is neither, or a file of the index is missing, or lacks a tensor.
+    What stands there depends on the model that wraps a language model, and on the version that saved it; transformers 5
+    leaves out what stood before CLIP's names.
+
+    Raises: ValueError naming a file or tensor that is missing, of another shape, of an unknown type or in 8 bits.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = read_weight_map(index)
-        if lost := sorted(file for file in set(shards.values()) if not (folder / file).is_file()):
-            raise ValueError(f"{folder} lacks {len(lost)} of the encoder's files: {first(lost)}; download them too")
-        found = {file: read_header(folder / file).records() for file in set(shards.values())}
-        for name, file in shards.items():
-            if name not in found[file]:
-                raise ValueError(
-                    f"{folder / file} lacks {name}, which the index places in it; download the folder again"
-                )
-        return {name: found[file][name] for name, file in shards.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ValueError(f"{folder} has neither model.safetensors nor its index; other weight formats are not read")
-    return read_header(single).records()
-
-
-def refuse_eight_bit(sources: Sources) -> None:
-    """Raises: ValueError naming a tensor in 8 bits or of an unknown type, and what works."""
-    for record in sources.values():
+    files = sorted(set(read_weight_map(index).values())) if index.is_file() else ["model.safetensors"]
+    if lost := [file for file in files if not (folder / file).is_file()]:
+        raise ValueError(f"{folder} lacks {first(lost)}; download them too, for other weight formats are not read")
+    records = {name: record for file in files for name, record in read_header(folder / file).records().items()}
+    tensors, ties = model.state_dict(), tied_names(model)
+    prefixes = {"", _CLIP_PREFIX, *(key.removesuffix(_EMBEDDING) for key in records if key.endswith(_EMBEDDING))}
+    found: dict[str, TensorRecord] = {}
+    for prefix in sorted(prefixes):
+        named = {name: records[key] for name in tensors if (key := prefix + name) in records}
+        found = max(found, named, key=len)
+    if not found:
+        keys = {name: name.removeprefix(_CLIP_PREFIX) for name in tensors}
+        found = {name: records[key] for name, key in keys.items() if key in records}
+    for tied, twin in ties.items():
+        if tied in found:
+            found.pop(twin, None)
+    given = found.keys() | {name for pair in ties.items() for name in pair if found.keys() & pair}
+    if missing := sorted(tensors.keys() - given):
+        raise ValueError(f"{folder} lacks weights of the {type(model).__name__} its config describes: {first(missing)}")
+    for name, record in found.items():
         if record.dtype not in TORCH_TYPES:
             raise ValueError(f"{record.file} has {record.key} of type {record.dtype}, which nobody reads; {WHAT_WORKS}")
         if record.dtype in _EIGHT_BIT:
             raise ValueError(f"{record.file} is in 8 bits already ({record.key} is {record.dtype}); {WHAT_WORKS}")
-
-
-def language_model_sources(model: nn.Module, folder: Path) -> Sources:
-    """Where a language model's tensors are, whatever model the files wrap it in.
-
-    What stands before its names depends on that model and on the version that saved it.
-
-    Raises: ValueError if one is missing.
-    """
-    records, names = weight_records(folder), list(model.state_dict())
-    missing = sorted(names)
-    for prefix in sorted(key.removesuffix(_EMBEDDING) for key in records if key.endswith(_EMBEDDING)):
-        missing = sorted(name for name in names if prefix + name not in records)
-        if not missing:
-            return {name: records[prefix + name] for name in names}
-    raise ValueError(f"{folder} does not hold the language model its config describes; missing {first(missing)}")
-
-
-def encoder_sources(model: nn.Module, folder: Path) -> Sources:
-    """Where the tensors of a model are that was saved under its own names; of tied ones only one is listed.
-
-    transformers 5 leaves out what stood before CLIP's names.
-
-    Raises: ValueError if one is missing.
-    """
-    records, names = weight_records(folder), dict.fromkeys(model.state_dict())
-    for tied, twin in tied_names(model).items():
-        names.pop(twin if tied in records else tied, None)
-    keys = {}
-    for name in names:
-        spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
-        keys[name] = next((key for key in spellings if key in records), "")
-    if missing := sorted(name for name, key in keys.items() if not key):
-        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {first(missing)}")
-    return {name: records[key] for name, key in keys.items()}
-
-
-def refuse_other_shapes(model: nn.Module, sources: Sources, folder: Path) -> None:
-    """Compare an empty model with its files' headers: a norm of one number would be spread over all, and say nothing.
-
-    Raises: ValueError naming the file and the tensors that are not as the folder's config.json describes them.
-    """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong: dict[Path, list[str]] = {}
-    for name, record in sources.items():
-        if record.shape != wanted[name] and record.dtype not in _EIGHT_BIT:  # which are refused for that
-            said = f"{record.key} is {list(record.shape)} and should be {list(wanted[name])}"
-            wrong.setdefault(record.file, []).append(said)
-    for file, found in wrong.items():
-        raise ValueError(
-            f"{file} does not fit {folder / 'config.json'}: {first(found)}; use the folder published with the model"
-        )
+        if record.shape != (shape := tuple(tensors[name].shape)):
+            raise ValueError(
+                f"{record.file} does not fit {folder / 'config.json'}: {record.key} is {list(record.shape)} and should "
+                f"be {list(shape)}; use the folder published with the model"
+            )
+    return found
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -11,7 +11,7 @@ import errno
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,22 +151,32 @@ def as_damage(path: Path, kind: str, remedy: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read as {kind} ({type(error).__name__}: {said[:600]}){remedy}") from error
 
 
+_OWN = re.compile(r"(?:encoder|decoder)\.((?:post_)?quant_conv\..*)")  # where FLUX.2's files have them
+
+
 def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:
     import diffusers
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
-    vae_class = getattr(diffusers, family.vae_class)
+    vae_class, remedy = getattr(diffusers, family.vae_class), (f"an {family.vae_class}", _WHAT_WORKS)
     config = dict((variant or family.variants[0]).vae_config)
     if "encoder.conv_in.weight" not in tensors:
-        with tempfile.TemporaryDirectory() as folder, as_damage(file, f"an {family.vae_class}", _WHAT_WORKS):
+        with tempfile.TemporaryDirectory() as folder, as_damage(file, *remedy):
             text = json.dumps({**config, "_class_name": family.vae_class})
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             options = {"config": folder, "torch_dtype": torch.float32, "local_files_only": True}
             vae = vae_class.from_single_file(tensors, **options)
         _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
         return vae
-    vae = vae_class.from_config(config)
-    with as_damage(file, f"an {family.vae_class}", _WHAT_WORKS):  # shapes
-        missing, unexpected = vae.load_state_dict(_ldm_to_diffusers(tensors, vae.config), strict=False)
+    vae, found = vae_class.from_config(config), tensors
+    with as_damage(file, *remedy):  # shapes
+        if any(name.startswith("encoder.down.") for name in tensors):
+            named = {_OWN.sub(r"\1", name): tensor for name, tensor in tensors.items()}
+            statistics = {name: named.pop(name) for name in list(named) if name.startswith("bn.")}
+            found = {**convert_ldm_vae_checkpoint(named, vae.config), **statistics}
+            if len(found) != len(tensors):
+                raise ValueError(f"it has {len(tensors)} tensors, and {len(found)} of them are known")
+        missing, unexpected = vae.load_state_dict(found, strict=False)
     _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
     _refuse(file, "has unknown", unexpected)
     return vae
@@ -175,23 +185,3 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
 def _refuse(source: Path, how: str, names: Sequence[str]) -> None:
     if names:
         raise ValueError(f"{source} {how} weights of the VAE: {len(names)}, e.g. {min(names)}; {_WHAT_WORKS}")
-
-
-_OWN = re.compile(r"(?:encoder|decoder)\.((?:post_)?quant_conv\..*)")  # where FLUX.2's files have them
-
-
-def _ldm_to_diffusers(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors under diffusers' names; a file that has those already comes back as it is.
-
-    Raises: ValueError for tensors that the conversion leaves out.
-    """
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-
-    if not any(name.startswith("encoder.down.") for name in tensors):
-        return dict(tensors)
-    found = {_OWN.sub(r"\1", name): tensor for name, tensor in tensors.items()}
-    statistics = {name: found.pop(name) for name in list(found) if name.startswith("bn.")}
-    converted = {**convert_ldm_vae_checkpoint(found, config), **statistics}
-    if len(converted) != len(tensors):
-        raise ValueError(f"it has {len(tensors)} tensors, and {len(converted)} of them are known")
-    return converted

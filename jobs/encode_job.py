@@ -122,7 +122,7 @@ def fill_job(
 def missing_prompts(job: JobConfig) -> list[str]:
     """Sample prompts that ComfyUI's CLIP is to encode and the cache has not; a job asks other encoders itself."""
     source, store = job.cache.text_source, cache_store(job)
-    how = {"keeps_all": job.model.family == COMFYUI, "weighs": job.cache.caption_weights}
+    how: dict[str, Any] = {"keeps_all": job.model.family == COMFYUI, "weighs": job.cache.caption_weights}
     return [each for each in job.samples.prompts if source and comfy_text_key(each, source, **how) not in store]
 
 

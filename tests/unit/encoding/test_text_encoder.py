@@ -11,7 +11,6 @@ import torch
 import transformers
 from devicebridge.encoding import text_encoder
 from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text, render_chat
-from devicebridge.encoding.text_weights import refuse_eight_bit, weight_records
 from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.tests.toy_encoders import copy_parts, save_tiny_text_encoder
 from packaging.version import Version
@@ -201,12 +200,8 @@ def test_shards_that_are_missing_are_named(folders, tmp_path):
     copy_parts(folders["klein"], tmp_path)
     index = tmp_path / "text_encoder" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(ValueError, match=r"lacks 2 of .*one\.safetensors, two\.safetensors; download"):
+    with pytest.raises(ValueError, match=r"lacks one\.safetensors, two\.safetensors; download"):
         load_text_encoder(QWEN3, tmp_path, "cpu", torch.float32)
-    for name in ("one", "two"):
-        save_file({"a": torch.ones(1)}, index.parent / f"{name}.safetensors")
-    with pytest.raises(ValueError, match=r"two\.safetensors lacks b, .*the index"):
-        refuse_eight_bit(weight_records(index.parent))
 
 
 def _break(folders, name, tmp_path, change):
@@ -221,7 +216,7 @@ def test_missing_weights_are_refused_and_never_random(folders, tmp_path, name, s
         return {key: t for key, t in tensors.items() if "up_proj" not in key and "block.1.layer.1" not in key}
 
     folder = _break(folders, name, tmp_path, drop)
-    with pytest.raises(ValueError, match=r"(missing|lacks weights).*(up_proj|block\.1)"):
+    with pytest.raises(ValueError, match=r"lacks weights.*(up_proj|block\.1)"):
         load_text_encoder(spec, folder, "cpu", torch.float32)
 
 
@@ -229,7 +224,7 @@ def test_missing_folders_files_and_layers_are_named(folders, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer folder"):
         load_text_encoder(UMT5, tmp_path, "cpu", torch.float32)
     copy_parts(folders["wan"], tmp_path)
-    with pytest.raises(ValueError, match=r"neither model\.safetensors"):
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
         load_text_encoder(UMT5, tmp_path, "cpu", torch.float32)
     for layers in ((), (0, 1), (1, 5)):
         with pytest.raises(ValueError, match=r"text encoder of 4 layers, .*set model\.variant"):
