@@ -1,35 +1,28 @@
-"""`devicebridge train`, `check` and `plan`: jobs of one model, or of two experts."""
+"""`devicebridge train` and `check`: jobs of one model, or of two experts."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 
 from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
 from ..data.samples import describe_samples
 from ..encoding.encode import Stopped
 from ..jobs.in_processes import expert_jobs, num_at_once, run_pair
-from ..jobs.job import check_job, plan_job, run_job
+from ..jobs.job import check_job, run_job
 from ..jobs.lora_output import describe_file
 from ..jobs.quantize_preview import preview_model
 from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
 from ..jobs.resume import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
-from ..planning.cards import cards_of, parse_cards
-from ..planning.plan import describe_plan, plan_values
-from ..planning.sampling_forecast import SampledModel, forecast_sampling
+from ..planning.plan import describe_plan
 from ..system.stopping import STOPPED, find_launch, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
 from .native import encoded, encoded_once, enter, prepared
-from .plan_request import PlanRequest, make_request
 from .terminal import Terminal
 
 
@@ -156,53 +149,4 @@ def check(options: argparse.Namespace) -> int:
             say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info).table()}")
         if is_shared:
             say(f"the weights are shared by {count} processes ({strategy}); whether they fit is seen when they start")
-    return 0
-
-
-def _plan_sampling(options: argparse.Namespace, asked: PlanRequest) -> int:
-    others = [f"--{name}" for name in ("quantize", "resolution", "frames") if getattr(options, name) is not None]
-    if asked.info is None or options.job is not None or others:
-        found = others[0] if others else "a job file" if options.job is not None else "no model"
-        raise ValueError(f"--sample goes with --model and --cards alone, and there is {found}; leave the rest out")
-    assert asked.info.variant is not None, "published models are variants"
-    if "@" in (options.cards or ""):
-        raise ValueError(
-            f"--cards {options.cards}: --sample goes by seconds, and speeds behind @ are relative; leave them out, or "
-            "name the models, such as 2x3090"
-        )
-    cards = parse_cards(options.cards) if options.cards else cards_of(find_machine(()).devices)
-    if cards is None:
-        raise ValueError("this machine has no GPU; name the cards to plan for, such as --cards 2x3090")
-    forecast = forecast_sampling(SampledModel.of(asked.info, asked.info.variant), options.sample, cards)
-    say(json.dumps(forecast.values(), indent=2) if options.json else forecast.describe())
-    return 0
-
-
-def plan(options: argparse.Namespace) -> int:
-    if options.cluster is not None:
-        raise ValueError(
-            "--nodes, --link and --card-link are gone; plan the cards of one machine with --cards, and choose between "
-            "machines by docs/guides/choosing_a_strategy.md"
-        )
-    if options.calibrate:
-        say("--calibrate has no effect: blocks are not timed any more", sys.stderr)
-    given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
-    asked = make_request(options.job, **given)
-    if options.sample is not None:
-        return _plan_sampling(options, asked)
-    if asked.info is None:
-        (job,) = enter([asked.job], options.arguments)
-        asked = replace(asked, job=job)
-    cards = parse_cards(options.cards) if options.cards else []
-    plans = {}
-    for title, each, share in each_model(asked.job, [card.name for card in cards]):
-        own = [card for card in cards if not title or card.name in each.split.devices]
-        with prepared(each) if asked.info is None else nullcontext(asked.info) as info:
-            plans[title] = plan_job(each, own, info=info, has_data=asked.has_data, host_share=share)
-    if options.json:
-        values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
-        say(json.dumps(values.get("", values), indent=2))
-    else:
-        told = {title: describe_plan(plan, asked.job.train.steps) for title, plan in plans.items()}
-        say("\n\n".join(f"{title}\n{text}".strip() for title, text in told.items()))
     return 0

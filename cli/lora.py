@@ -16,62 +16,50 @@ if TYPE_CHECKING:
     from ..checkpoints.lora_tools import LoraFile, Result
 
 _LARGEST = 5  # changes that are shown
+_LAYOUTS, _DTYPES = ("original", "diffusers", "both", "kohya"), ("bfloat16", "float16", "float32")
+_TOOLS = {
+    "inspect": "show model, kind, ranks, norms, and what loaders make of a file",
+    "convert": "write a file in another layout",
+    "scale": "multiply a file's strength",
+    "merge": "add up several files, each times a weight",
+    "extract": "make a LoRA of what a model is more than another",
+    "resize": "cut a file to a lower rank",
+}
 
 
 def add_lora_tools(parser: argparse.ArgumentParser) -> None:
     """The commands below `devicebridge lora`."""
     commands = parser.add_subparsers(required=True, metavar="TOOL")
-    for name, help_text in (
-        ("inspect", "show model, kind, ranks, norms, and what loaders make of a file"),
-        ("convert", "write a file in another layout"),
-        ("scale", "multiply a file's strength"),
-        ("merge", "add up several files, each times a weight"),
-        ("extract", "make a LoRA of what a model is more than another"),
-        ("resize", "cut a file to a lower rank"),
-    ):
+    for name, help_text in _TOOLS.items():
         command = commands.add_parser(name, help=help_text)
         command.set_defaults(command=run, tool=name)
+        add = command.add_argument
         if name == "extract":
-            command.add_argument("tuned", type=Path, help="the model that was trained, in bf16, fp16 or fp32")
-            command.add_argument("base", type=Path, help="the model that it was trained from, under the same names")
+            add("tuned", type=Path, help="the model that was trained, in bf16, fp16 or fp32")
+            add("base", type=Path, help="the model that it was trained from, under the same names")
         elif name == "merge":
-            command.add_argument(
-                "files", nargs="+", metavar="FILE[:WEIGHT]", help="LoRA files; the weight is 1 if left out"
-            )
+            add("files", nargs="+", metavar="FILE[:WEIGHT]", help="LoRA files; the weight is 1 if left out")
         else:
-            command.add_argument("file", type=Path, help="LoRA file (.safetensors)")
+            add("file", type=Path, help="LoRA file (.safetensors)")
         if name == "inspect":
-            command.add_argument("--layers", action="store_true", help="show every layer")
-            command.add_argument("--json", action="store_true", help="print as JSON")
-            command.add_argument("--model", type=Path, help="have ComfyUI's loader map the file onto this model's file")
-            command.add_argument("--python", type=Path, help="the Python that runs ComfyUI; found by itself otherwise")
+            add("--layers", action="store_true", help="show every layer")
+            add("--json", action="store_true", help="print as JSON")
+            add("--model", type=Path, help="have ComfyUI's loader map the file onto this model's file")
+            add("--python", type=Path, help="the Python that runs ComfyUI; found by itself otherwise")
             continue
         if name == "convert":
-            layouts = ("original", "diffusers", "both", "kohya")
-            command.add_argument(
-                "--to", required=True, choices=layouts, help="as output.lora_layout, and kohya's names"
-            )
-            command.add_argument("--family", default="", help="flux1, flux2 or wan, where a file does not tell")
+            add("--to", required=True, choices=_LAYOUTS, help="as output.lora_layout, and kohya's names")
+            add("--family", default="", help="flux1, flux2 or wan, where a file does not tell")
         if name == "scale":
-            command.add_argument(
-                "--by", type=float, required=True, metavar="NUMBER", help="what strength is multiplied by"
-            )
+            add("--by", type=float, required=True, metavar="NUMBER", help="what strength is multiplied by")
         if name in ("merge", "resize", "extract"):
-            is_needed = name == "extract"
-            command.add_argument("--rank", type=_rank, default=0, required=is_needed, help="the rank that is kept")
+            add("--rank", type=_rank, default=0, required=name == "extract", help="the rank that is kept")
         if name in ("merge", "resize"):
-            command.add_argument("--base", type=Path, help="the model's file: DoRA and OFT change by its weights")
+            add("--base", type=Path, help="the model's file: DoRA and OFT change by its weights")
         if name == "resize":
-            command.add_argument(
-                "--energy", type=_share, default=1.0, help="share of the squared norm to be kept, 0 to 1"
-            )
-        command.add_argument(
-            "-o", "--output", type=Path, required=True, metavar="FILE", help="a file that is not there yet"
-        )
-        types = ("bfloat16", "float16", "float32")
-        command.add_argument(
-            "--dtype", choices=types, help="number type; the file's own if left out, of extract bfloat16"
-        )
+            add("--energy", type=_share, default=1.0, help="share of the squared norm to be kept, 0 to 1")
+        add("-o", "--output", type=Path, required=True, metavar="FILE", help="a file that is not there yet")
+        add("--dtype", choices=_DTYPES, help="number type; the file's own if left out, of extract bfloat16")
 
 
 def _rank(text: str) -> int:

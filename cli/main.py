@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..system.import_faults import import_fault
 from ..system.stopping import STOPPED, note_parent
@@ -59,6 +59,9 @@ def set_up_logging(*, is_verbose: bool = False) -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
+_SCHEMES = ("none", "fp8", "int8", "fp8-compute", "int8-compute", "stored", "auto")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -70,199 +73,95 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    python = "the Python that runs ComfyUI; as COMFYUI_PYTHON says, or found by itself otherwise"
+    flag: dict[str, Any] = {"action": "store_true"}
+    gone: dict[str, Any] = {"help": argparse.SUPPRESS}
+    python: dict[str, Any] = {"type": Path, "help": "the Python that runs ComfyUI; found by itself otherwise"}
 
-    command = commands.add_parser(
-        "train",
-        help="train a LoRA from a TOML job file",
-        description="Train a LoRA from a TOML job file, as those in examples. Ctrl-C saves; --resume continues.",
-    )
-    command.add_argument("job", type=Path, help="job file (TOML)")
-    resume = command.add_mutually_exclusive_group()
-    resume.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint of the job's folder, as it began"
-    )
-    resume.add_argument(
-        "--continue",
-        action="store_const",
-        const="continue",
-        dest="resume",
-        help="the same with settings, pictures, captions or cards that were changed since; what changes is said, and "
-        "what cannot is refused by name",
-    )
-    command.add_argument(
-        "--nproc",
-        type=int,
-        metavar="PROCESSES",
-        help="train in so many processes of this machine, which share its devices; torchrun is started for it",
-    )
-    command.add_argument("--host-share", type=int, default=1, help=argparse.SUPPRESS)  # jobs that share host memory
-    command.set_defaults(command=_command("jobs", "train"))
+    def new(name: str, run: Callable[[argparse.Namespace], int], help: str, more: str = "") -> argparse.ArgumentParser:
+        """A command. help: in the list of commands, and in its own behind which more stands."""
+        command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}. {more}".strip())
+        command.set_defaults(command=run)
+        return command
 
-    command = commands.add_parser(
-        "check",
-        help="check a job file, its model and its images without loading weights",
-        description="Check a job file, its model and its images, and say what would be trained, without loading "
-        "weights.",
-    )
-    command.add_argument("job", type=Path, help="job file (TOML)")
-    command.set_defaults(command=_command("jobs", "check"))
+    command = new("train", _command("jobs", "train"), "train a LoRA from a TOML job file", "Ctrl-C saves everything.")
+    add = command.add_argument
+    add("job", type=Path, help="job file (TOML)")
+    add("--nproc", type=int, metavar="PROCESSES", help="train in so many processes, which share this machine's devices")
+    add("--host-share", type=int, default=1, **gone)  # jobs that share host memory
+    add = command.add_mutually_exclusive_group().add_argument
+    add("--resume", **flag, help="continue from the newest checkpoint of the job's folder, as it began")
+    changed: dict[str, Any] = {"action": "store_const", "const": "continue", "dest": "resume"}
+    add("--continue", **changed, help="the same with settings, images or cards that were changed since, which it names")
 
-    command = commands.add_parser(
-        "plan",
-        help="say what a job will take of every card, and how it would best use them; no weight is loaded",
-        description="Forecast the memory of every card and choose cut, kept activations, and what the job leaves to "
-        "auto. Reads headers and images only and needs no GPU; with --model neither job file, model nor images are "
-        "needed. Exit code 2 if nothing fits, with what would help.",
-    )
-    command.add_argument("job", type=Path, nargs="?", help="job file; may be left out with --model")
-    command.add_argument(
-        "--model",
-        default="",
-        metavar="VARIANT",
-        help="plan for this published model, such as flux2-dev, in place of the job's; its files need not be there",
-    )
-    command.add_argument(
-        "--cards",
-        "--card",
-        metavar="SIZES",
-        help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GiB", "2x3090", or with relative '
-        'speeds "2x24GB@1,12GB@0.5"',
-    )
-    command.add_argument("--nodes", "--link", "--card-link", dest="cluster", help=argparse.SUPPRESS)  # gone
-    command.add_argument(
-        "--resolution",
-        type=int,
-        metavar="PIXELS",
-        help="in place of the job's resolutions; without a job file, or where its dataset folders are not there, the "
-        "side of a square to plan for (without a job file 1024, for models of video 640, unless given)",
-    )
-    command.add_argument(
-        "--frames",
-        type=int,
-        metavar="NUMBER",
-        help="in place of the job's data.frames; of a square 1, or for models that are given the first frame 33, "
-        "unless given",
-    )
-    command.add_argument(
-        "--quantize",
-        choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "stored", "auto"),
-        help="in place of the job's model.quantize; without a job file the planner chooses",
-    )
-    command.add_argument(
-        "--sample",
-        metavar="SIZE",
-        help="plan sampling with --model over several cards, not a training: the way that auto of a split takes, and "
-        "about how long a step lasts; width x height, such as 1024x1024, for clips with frames, such as 832x480x33",
-    )
-    command.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)  # without effect
-    command.add_argument("--json", action="store_true", help="print as JSON")
-    command.set_defaults(command=_command("jobs", "plan"))
+    what = "check a job file, its model and its images without loading weights"
+    new("check", _command("jobs", "check"), what).add_argument("job", type=Path, help="job file (TOML)")
 
-    command = commands.add_parser(
-        "cache",
-        help="compute a job's captions and latents only",
-        description="Compute a job's captions and latents only. Several of these may run at once for one cache, on "
-        "other devices too, and share the work. What is done stays, however it ends.",
-    )
-    command.add_argument("job", type=Path, nargs="+", help="job file; several are done one after the other")
-    command.add_argument("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
-    command.add_argument("--device", help="device of text encoders and VAE, in place of the job's")
-    mode = command.add_mutually_exclusive_group()
-    mode.add_argument("--regenerate", action="store_true", help="compute everything again, also what is there")
-    mode.add_argument(
-        "--verify",
-        action="store_true",
-        help="only check: read every entry that the jobs need and compare checksums; names those that are missing or "
-        "damaged, deletes the damaged ones (the next run computes them), and ends with exit code 1 if there were any",
-    )
-    mode.add_argument(
-        "--prune",
-        action="store_true",
-        help="compute nothing: delete from the jobs' cache folders what no sample of any of these jobs needs",
-    )
-    command.set_defaults(command=_command("cache", "cache"))
+    more = "Reads headers and images only; with --model none of them. Exit code 2 if nothing fits."
+    add = new("plan", _command("plan", "plan"), "say what a job will take of every card", more).add_argument
+    add("job", type=Path, nargs="?", help="job file; may be left out with --model")
+    add("--model", default="", metavar="VARIANT", help="a published model, such as flux2-dev, in place of the job's")
+    sizes = 'in place of this machine\'s: "24GB,12GB", "2x24GiB", "2x3090"; with relative speeds "2x24GB@1,12GB@0.5"'
+    add("--cards", "--card", metavar="SIZES", help=sizes)
+    add("--resolution", type=int, metavar="PIXELS", help="in place of the job's, or of images that are not there")
+    add("--frames", type=int, metavar="NUMBER", help="in place of the job's data.frames")
+    add("--quantize", choices=_SCHEMES, help="in place of the job's model.quantize")
+    add("--sample", metavar="SIZE", help="plan sampling with --model, not a training: 1024x1024, or a clip 832x480x33")
+    add("--json", **flag, help="print as JSON")
 
-    command = commands.add_parser(
-        "jobs", help="show the trainings of a ComfyUI, and its queue of those in the background"
-    )
-    command.add_argument(
+    more = "Several may run at once for one cache, on other devices too, and share the work. What is done stays."
+    command = new("cache", _command("cache", "cache"), "compute a job's captions and latents only", more)
+    add = command.add_argument
+    add("job", type=Path, nargs="+", help="job file; several are done one after the other")
+    add("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
+    add("--device", help="device of text encoders and VAE, in place of the job's")
+    add = command.add_mutually_exclusive_group().add_argument
+    add("--regenerate", **flag, help="compute everything again, also what is there")
+    add("--verify", **flag, help="name missing and damaged entries, delete the damaged; exit code 1 if there were any")
+    add("--prune", **flag, help="delete from the cache folders what no sample of any of these jobs needs")
+
+    what = "show the trainings of a ComfyUI, and its queue of those in the background"
+    add = new("jobs", _command("queue", "jobs"), what).add_argument
+    add(
         "folder", type=Path, nargs="?", help="the folder of the runs, output/devicebridge of a ComfyUI; found otherwise"
     )
-    command.add_argument(
-        "--user-directory",
-        type=Path,
-        metavar="FOLDER",
-        help="of that ComfyUI; the folder user beside output otherwise",
+    add(
+        "--user-directory", type=Path, metavar="FOLDER", help="of that ComfyUI; the folder user beside output otherwise"
     )
-    command.add_argument("--stop", metavar="RUN", help="have a run end its step, save, and stop")
-    command.add_argument("--all", action="store_true", help="show all runs, not the newest 200 and those under way")
-    command.add_argument("--json", action="store_true", help="print as JSON")
-    command.set_defaults(command=_command("queue", "jobs"))
+    add("--stop", metavar="RUN", help="have a run end its step, save, and stop")
+    add("--all", **flag, help="show all runs, not the newest 200 and those under way")
+    add("--json", **flag, help="print as JSON")
 
-    command = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
-    command.add_argument(
-        "workflow",
-        type=Path,
-        help="JSON file of a workflow: as ComfyUI saves it, or its API form (Export (API)); needs comfy-cli, "
-        "which `pip install -e .[comfy]` brings",
-    )
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NODE.INPUT=VALUE",
-        help="replace an input, such as DeviceBridgeTrainLora.steps=500; a node by its number, type or title; may be "
-        "given several times",
-    )
-    command.add_argument(
-        "--base-directory", type=Path, help="where models, input and output are, if not ComfyUI's folder"
-    )
-    command.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
-    command.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
-    command.add_argument("--python", type=Path, help=python)
-    command.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
-    command.set_defaults(command=_run)
+    more = "Flags for ComfyUI's server stand behind --, as in: devicebridge run workflow.json -- --lowvram"
+    add = new("run", _run, "run a ComfyUI workflow file without its window, by comfy-cli", more).add_argument
+    add("workflow", type=Path, help="JSON file of a workflow: as ComfyUI saves it, or its API form (Export (API))")
+    value = "replace an input, such as DeviceBridgeTrainLora.steps=500; a node by its number, type or title; repeatable"
+    add("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help=value)
+    add("--base-directory", type=Path, help="where models, input and output are, if not ComfyUI's folder")
+    add("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
+    add("--python", **python)
+    add("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
 
-    command = commands.add_parser("doctor", help="show devices, versions, and what will work here")
-    command.add_argument(
-        "--bench",
-        action="store_true",
-        help="measure, in about a minute, in ComfyUI and without a model file, how fast GPUs and their links are, and "
-        "blocks of three models with random weights over them; prints a row for the table in docs/benchmarks.md",
-    )
-    command.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
-    command.add_argument("--python", type=Path, help=python)
-    command.add_argument("--blocks", action="store_true", help=argparse.SUPPRESS)  # in ComfyUI's Python
-    command.set_defaults(command=_doctor)
+    add = new("doctor", _doctor, "show devices, versions, and what will work here").add_argument
+    add("--bench", **flag, help="measure GPUs, links and blocks of three models in a minute, as a row of a table")
+    add("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
+    add("--python", **python)
+    add("--blocks", action="store_true", **gone)  # in ComfyUI's Python
 
-    command = commands.add_parser(
-        "examine",
-        help="show where the blocks and tokens of a model's class are",
-        description="Load a diffusion model, derive where its blocks and tokens are, prove that by small pictures, and "
-        "print it as rows of families/comfy. A split by tokens, and a training, then take what was proved.",
-    )
-    command.add_argument("file", type=Path, help="file of a diffusion model")
-    command.add_argument("--python", type=Path, help=python)
-    command.set_defaults(command=_command("examine", "examine"))
+    more = "It derives them, proves them by small pictures, and prints rows of families/comfy; splits then take these."
+    what = "show where the blocks and tokens of a model's class are"
+    add = new("examine", _command("examine", "examine"), what, more).add_argument
+    add("file", type=Path, help="file of a diffusion model")
+    add("--python", **python)
 
-    command = commands.add_parser(
-        "convert",
-        help="make a job file of another trainer's",
-        description="Make a job file of a job or dataset file of ai-toolkit, diffusion-pipe, kohya's scripts, "
-        "musubi-tuner, OneTrainer or SimpleTuner. What has no counterpart is listed with the reason.",
-    )
-    command.add_argument("file", type=Path, help="the file, or a folder with kohya's folders (10_name)")
-    command.add_argument("--output", "-o", type=Path, metavar="JOB", help="write the job there; printed otherwise")
-    command.add_argument("--model", type=Path, help="the model's file or folder, in place of what the file names")
-    command.set_defaults(command=_command("convert", "convert"))
+    more = "Of ai-toolkit, diffusion-pipe, kohya's scripts, musubi-tuner, OneTrainer or SimpleTuner. It lists the rest."
+    add = new("convert", _command("convert", "convert"), "make a job file of another trainer's", more).add_argument
+    add("file", type=Path, help="the job or dataset file, or a folder with kohya's folders (10_name)")
+    add("--output", "-o", type=Path, metavar="JOB", help="write the job there; printed otherwise")
+    add("--model", type=Path, help="the model's file or folder, in place of what the file names")
 
-    command = commands.add_parser(
-        "lora",
-        help="inspect, convert, scale, merge, extract and resize LoRA files",
-        description="Tools on LoRA files. They read and write a layer at a time, and write over no file.",
-    )
-    add_lora_tools(command)
+    what = "inspect, convert, scale, merge, extract and resize LoRA files"
+    tools = commands.add_parser("lora", help=what, description="They work a layer at a time, and write over no file.")
+    add_lora_tools(tools)
     return parser
 
 

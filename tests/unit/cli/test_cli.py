@@ -163,7 +163,8 @@ if sys.argv[2] == "train":
     jobs.load_job = lambda path: found
     jobs.run_job = wait
 else:
-    sys.modules["devicebridge.cli.jobs"] = types.SimpleNamespace(check=wait, plan=wait)
+    sys.modules["devicebridge.cli.jobs"] = types.SimpleNamespace(check=wait)
+    sys.modules["devicebridge.cli.plan"] = types.SimpleNamespace(plan=wait)
     sys.modules["devicebridge.cli.cache"] = types.SimpleNamespace(cache=wait)
     cli._run = cli._doctor = wait
 sys.exit(cli.main(sys.argv[2:]))
