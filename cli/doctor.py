@@ -42,15 +42,11 @@ def collect(python: Path | None = None) -> dict[str, Any]:
         "devices": [],
         "peer_access": {},
         "machine_speed": [],
-        "sampling": [],
         **_ask_comfyui(python),
     }
     if versions["torch"]:
         facts.update(_ask_torch())
     facts["import_faults"] = imports.result()
-    if len(_accelerators(facts)) > 1:  # what ended another Python is not imported here
-        why = _training(facts)
-        facts["sampling"] = [f"not forecast: {why}"] if why else _forecast_sampling(_accelerators(facts))
     facts["quantization"] = _list_schemes(facts)
     judged = {name: judge(facts) for name, judge in _FEATURES}
     facts["features"] = [
@@ -77,8 +73,6 @@ def report(facts: dict[str, Any]) -> str:
     for source, row in facts["peer_access"].items():
         lines += [f"  {source} -> {target}: {names[found]}" for target, found in row.items() if source != target]
     lines += [f"  {line}" for line in facts["machine_speed"]]
-    if facts["sampling"]:
-        lines += ["", "Sampling over these devices, a forecast", *(f"  {line}" for line in facts["sampling"])]
     lines += ["", "Versions"]
     for name, version in facts["versions"].items():
         remark = "" if version["is_tested"] else f"not tested; tested: {version['tested']}"
@@ -170,30 +164,6 @@ def _measure(accelerators: list[Any]) -> list[str]:
         ]
     except (ImportError, RuntimeError) as error:
         return [f"not measured: {error}"]
-
-
-def _forecast_sampling(accelerators: list[dict[str, Any]]) -> list[str]:
-    """What way auto of a split would take for some models, and seconds per step, a line each."""
-    try:
-        import torch
-
-        from ..checkpoints.checkpoint import make_published_info
-        from ..planning.cards import cards_of
-        from ..planning.sampling_forecast import SampledModel, forecast_sampling
-
-        cards, lines = cards_of([torch.device(each["name"]) for each in accelerators]), []
-        for name, size in _SAMPLED if cards else ():
-            info = make_published_info(name)
-            assert info.variant is not None and cards, "published models are variants"
-            found = forecast_sampling(SampledModel.of(info, info.variant), size, cards)
-            lines.append(f"{name} {size}, {found.verdict(8)}")
-        return lines
-    except (ImportError, RuntimeError, ValueError) as error:
-        return [f"not forecast: {error}"]
-
-
-# A picture and a clip; other models are asked for with `devicebridge plan --model`.
-_SAMPLED = (("flux1-dev", "1024x1024"), ("flux2-dev", "1024x1024"), ("wan2.1-t2v-14b", "832x480x33"))
 
 
 def _describe_device(device: Any) -> dict[str, Any]:

@@ -15,19 +15,17 @@ from ..system import processes
 from ..system.files import read_json_object
 from ..system.progress import NowAndThen
 from ..system.stopping import STOPPED, interrupt_on_signal
-from .server import HOST, QUIET, ROOT, find_comfy_cli, find_comfyui, python_fault, start_server, tell_lines
+from .server import HOST, PACK_NAME, QUIET, ROOT, find_comfy_cli, find_comfyui, python_fault, start_server, tell_lines
+
+TIMED_OUT = 124
+_SILENCE_TIMEOUT_S = 24 * 3600  # loading a large model says nothing for long
+_PROGRESS_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a workflow ended.
-
-    Args:
-        exit_code: comfy-cli's; 124 timed out, 130 cancelled.
-        outputs: files written.
-        message: what went wrong.
-        log: ComfyUI's log, kept where something failed; None after success and after Ctrl-C.
-    """
+    """How a workflow ended: comfy-cli's exit code (124 timed out, 130 cancelled), files written, what went wrong, and
+    ComfyUI's log where something failed."""
 
     exit_code: int
     outputs: list[Path]
@@ -68,19 +66,30 @@ def run_workflow(
         installed = find_comfyui(comfyui, base, python)
         if fault := python_fault(installed.folder, installed.python):
             raise RuntimeError(fault)
-        client = find_comfy_cli()
+        client, folder = find_comfy_cli(), installed.base / "output"
+        before = _weights_in(folder)
         on_progress(f"starting ComfyUI in {installed.folder}")
         with start_server(installed, Path(scratch), server_arguments) as server:
             server.wait_until_ready()
             with tell_lines(server.log, on_progress):
-                exit_code, message = run_client(client, workflow, server.port, timeout_s, on_progress)
-            if exit_code in {STOPPED, TIMED_OUT}:
+                result = run_client(client, workflow, server.port, timeout_s, on_progress)
+            if result.exit_code in {STOPPED, TIMED_OUT}:
                 on_progress("cancelling; waiting until the state is saved")
                 server.cancel_and_wait()
-            outputs = server.find_outputs()
-        if exit_code in {0, STOPPED}:
+        if result.exit_code in {0, STOPPED}:
             server.log.unlink(missing_ok=True)
-        return RunResult(exit_code, outputs, message, server.log if server.log.exists() else None)
+        # core's Save LoRA Weights announces none
+        saved = (path for path, stamp in _weights_in(folder).items() if before.get(path) != stamp)
+        outputs = dict.fromkeys([*(folder / each for each in result.outputs), *saved])
+        return RunResult(result.exit_code, [*outputs], result.message, server.log if server.log.exists() else None)
+
+
+def _weights_in(outputs: Path) -> dict[Path, tuple[int, ...]]:
+    """What tells each file from the next of its name, without our own run folders, whose LoRA is announced."""
+    found = (each for each in sorted(outputs.glob("*")) if each.name != PACK_NAME)
+    files = (file for each in found for file in (each.rglob("*.safetensors") if each.is_dir() else (each,)))
+    states = ((file, file.stat()) for file in files if file.suffix == ".safetensors" and file.is_file())
+    return {file: (state.st_mtime_ns, state.st_size, state.st_ino) for file, state in states}
 
 
 def read_workflow(path: Path) -> dict[str, Any]:
@@ -125,17 +134,16 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     Raises: ValueError for a name that no node has.
     """
     changed = copy.deepcopy(dict(graph))
+    if "nodes" in changed:
+        there = [((str(node["id"]), node["type"], node.get("title")), node) for node in changed["nodes"]]
+    else:
+        items = changed.items()
+        there = [((key, node["class_type"], node.get("_meta", {}).get("title")), node) for key, node in items]
     for name, value in values.items():
         node_name, _, input_name = name.rpartition(".")
-        if "nodes" in changed:
-            there = changed["nodes"]
-            nodes = [node for node in there if node_name in {str(node["id"]), node["type"], node.get("title")}]
-        else:
-            there = changed.values()
-            titled = {key: node.get("_meta", {}).get("title") for key, node in changed.items()}
-            nodes = [node for key, node in changed.items() if node_name in {key, node["class_type"], titled[key]}]
+        nodes = [node for names, node in there if node_name in names]
         if not nodes:
-            known = ", ".join(dict.fromkeys(str(node.get("type") or node.get("class_type")) for node in there))
+            known = ", ".join(dict.fromkeys(str(kind) for (_, kind, _), _ in there))
             raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {known}")
         for node in nodes:
             if "class_type" in node and input_name in node["inputs"]:
@@ -147,26 +155,21 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
             if input_name not in widgets or len(widgets) != len(listed):
                 raise ValueError(f"{name}: the node has no such input that can be set")
             listed[widgets.index(input_name)] = value
-            if named:
-                named[input_name] = value
+            named |= {input_name: value} if named else {}
     return changed
 
 
 # ---- comfy-cli: queues a workflow on a server, and what it tells is made into lines for a person
 
 
-TIMED_OUT = 124
-_SILENCE_TIMEOUT_S = 24 * 3600  # loading a large model says nothing for long
-_PROGRESS_INTERVAL_S = 2.0
-
-
 def run_client(
     client: Path, workflow: Path, port: int, timeout_s: float | None, on_progress: Callable[[str], object]
-) -> tuple[int, str]:
-    """Queue the workflow and follow it; comfy-cli's exit code, 124 after timeout_s, 130 on Ctrl-C, and what failed."""
+) -> RunResult:
+    """Queue the workflow and follow it; outputs are below ComfyUI's output folder."""
     command: list[str | Path] = [client, "--skip-prompt", "run", "--json", "--where", "local", "--wait"]
     command += ["--workflow", workflow, "--host", HOST, "--port", str(port), "--timeout", str(_SILENCE_TIMEOUT_S)]
     is_late, titles, lines, message = threading.Event(), dict[str, str](), NowAndThen(_PROGRESS_INTERVAL_S), ""
+    outputs: list[Path] = []
 
     def read(line: str) -> None:
         nonlocal message
@@ -181,6 +184,9 @@ def run_client(
         elif kind == "progress" and lines.is_due(event["completed"], event["total"]):
             title = titles.get(event["node"], event["node"])
             on_progress(f"{title} {event['completed']}/{event['total']}")
+        elif kind == "executed":
+            files = (each for each in event["outputs"] if each["type"] == "output")
+            outputs.extend(Path(each["subfolder"], each["filename"]) for each in files)
         elif kind == "envelope" and event.get("error"):
             message = _describe_error(event["error"])
 
@@ -196,41 +202,31 @@ def run_client(
         try:
             exit_code = process.each_line(read)
         except KeyboardInterrupt:
-            return STOPPED, "cancelled"
+            return RunResult(STOPPED, outputs, "cancelled")
         finally:
             timer.cancel()
-    return (TIMED_OUT, f"cancelled: not done after {timeout_s:.0f} s") if is_late.is_set() else (exit_code, message)
+    if is_late.is_set():
+        return RunResult(TIMED_OUT, outputs, f"cancelled: not done after {timeout_s:.0f} s")
+    return RunResult(exit_code, outputs, message)
 
 
 def _describe_error(error: Mapping[str, Any]) -> str:
-    """An error of comfy-cli (1.23) or of the server: message, every part, and the hint where it says more."""
+    """An error of comfy-cli (1.23) or of the server: message, a line for each part, the hint, and a missing pack."""
     details = error.get("details") or {}
-    errors = [entry for entry in details.get("errors") or [] if isinstance(entry, dict)]
-    lines = []
-    for entry in errors:
-        hint = f" ({entry['hint']})" if entry.get("hint") else ""
-        lines.append(f"node {entry.get('node_id') or '?'}: {entry.get('message', '')}{hint}")
-    for node in (each for each in details.get("node_errors") or [] if isinstance(each, dict)):
-        title = str(node.get("class_type") or f"node {node.get('node_id', '?')}")
-        listed = node.get("errors")  # earlier versions of comfy-cli gave one with the node
-        for part in listed if isinstance(listed, list) else [node]:
-            said = [part.get(key) for key in ("message", "details")] if isinstance(part, dict) else [part]
-            lines.append(" ".join(map(str, filter(None, [title, *said]))))
-    known = [str(entry["message"]) for entry in errors if entry.get("message")]
-    for hint in str(error.get("hint") or "").splitlines():
-        is_for_programs = hint.startswith("inspect ")  # points into the JSON, which nobody sees here
-        if not is_for_programs and not any(message in hint for message in known):
-            lines.append(hint)
-    lines += [str(details["body"])] if details.get("body") else []
-    unknown = [entry for entry in errors if entry.get("code") == "unknown_class_type"]
-    ours = [entry for entry in unknown if "'DeviceBridge" in str(entry.get("message"))]
-    if any(name.startswith("DeviceBridge") for entry in ours for name in entry.get("suggestions") or ()):
+    lines = [str(error.get("message", "the workflow failed"))]
+    for entry in (*(details.get("errors") or ()), *(details.get("node_errors") or ())):
+        for part in entry.get("errors") or [entry]:
+            said = [part.get(key) for key in ("message", "details", "hint")] if isinstance(part, dict) else [part]
+            node = f"node {entry.get('node_id') or '?'}", entry.get("class_type")
+            lines.append(" ".join(map(str, filter(None, [*node, *said]))))
+    hint, body = str(error.get("hint") or ""), str(details.get("body") or "")
+    lines += [each for each in (*hint.splitlines(), body) if each and not each.startswith(("inspect ", "node "))]
+    if any(
+        each.get("code") == "unknown_class_type" and "'DeviceBridge" in str(each)
+        for each in details.get("errors") or ()
+    ):
         lines.append(
-            f"The DeviceBridge pack of this ComfyUI has no such node; update it, or mend the name (ours: {ROOT})"
+            "This ComfyUI does not have this node of DeviceBridge: the pack is not in custom_nodes, is older, or could "
+            f"not be imported (ComfyUI's log says why); the pack that belongs to this command is {ROOT}"
         )
-    elif ours:
-        lines.append(
-            "This ComfyUI does not have the DeviceBridge pack in custom_nodes, or could not import it (ComfyUI's log "
-            f"says why); the pack that belongs to this command is {ROOT}"
-        )
-    return "\n".join([str(error.get("message", "the workflow failed")), *lines])
+    return "\n".join(lines)

@@ -1,10 +1,9 @@
-"""A ComfyUI server of our own: started, queried, interrupted, and stopped with everything it started."""
+"""A ComfyUI server of our own: started, asked, interrupted, and stopped with everything it started."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -14,14 +13,11 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..system import processes
-
-_log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 _START_TIMEOUT_S = 600.0  # installs with many custom nodes start slowly
@@ -29,7 +25,7 @@ _CANCEL_TIMEOUT_S = 300.0  # a training step has to end and a checkpoint to be w
 _POLL_S = 0.25
 _LOG_INTERVAL_S = 0.5
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TOLD_LINE = re.compile(r"(?:\[(\w+)\] )?((?:split|training): .*)")  # behind the level tag of ComfyUI's log
+_TOLD_LINE = re.compile(r"(?:\[INFO\] )?((?:\[\w+\] )?(?:split|training): .*)")  # behind the level of ComfyUI's log
 
 
 @dataclass(frozen=True)
@@ -39,26 +35,25 @@ class Server:
     process: processes.Running
     port: int
     log: Path
-    outputs: Path
-    before: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)  # weights in outputs when it was started
 
-    def get(self, path: str) -> Any:
-        """Parsed JSON of a route. Raises: OSError while it cannot be reached."""
-        with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=10) as answer:
-            return json.loads(answer.read())
+    def ask(self, path: str, data: bytes | None = None) -> bytes:
+        """The body of a route; data: of a POST. Raises: OSError while it cannot be reached."""
+        request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            body: bytes = answer.read()
+        return body
 
     def wait_until_ready(self) -> None:
         """Raises: RuntimeError with the end of the log, if it ends or does not answer in time."""
-        end = time.monotonic() + _START_TIMEOUT_S
-        fault = f"ComfyUI did not answer within {_START_TIMEOUT_S:.0f} s"
+        end, fault = time.monotonic() + _START_TIMEOUT_S, f"ComfyUI did not answer within {_START_TIMEOUT_S:.0f} s"
         while time.monotonic() < end:
             if self.process.exit_code is not None:
                 fault = "ComfyUI ended while starting"
                 break
             try:
-                self.get("/system_stats")
+                self.ask("/system_stats")
                 return
-            except (OSError, json.JSONDecodeError):
+            except OSError:
                 time.sleep(_POLL_S)
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         raise RuntimeError("\n".join([f"{fault}; its log is {self.log}, the last lines:", *lines]))
@@ -66,46 +61,10 @@ class Server:
     def cancel_and_wait(self) -> None:
         """Interrupt what runs and wait until it has saved its state."""
         end = time.monotonic() + _CANCEL_TIMEOUT_S
-        interrupt = urllib.request.Request(f"http://{HOST}:{self.port}/interrupt", data=b"{}", method="POST")
-        interrupt.add_header("Content-Type", "application/json")
         with contextlib.suppress(OSError, json.JSONDecodeError):
-            urllib.request.urlopen(interrupt, timeout=10).close()
-            while time.monotonic() < end and self.get("/queue")["queue_running"]:
+            self.ask("/interrupt", b"{}")
+            while time.monotonic() < end and json.loads(self.ask("/queue"))["queue_running"]:
                 time.sleep(_POLL_S)
-
-    def find_outputs(self) -> list[Path]:
-        """Files that finished nodes have announced, and new weights: core's Save LoRA Weights announces none.
-
-        The server is ours alone, so all its history is this run.
-        """
-        try:
-            history = self.get("/history")
-        except (OSError, json.JSONDecodeError):
-            return []
-        items = [
-            item
-            for prompt in history.values()
-            for node_output in prompt.get("outputs", {}).values()
-            for entries in node_output.values()
-            if isinstance(entries, list)
-            for item in entries
-            if isinstance(item, dict) and item.get("type") == "output" and "filename" in item
-        ]
-        announced = [self.outputs / item.get("subfolder", "") / item["filename"] for item in items]
-        saved = (path for path, stamp in _weights_in(self.outputs).items() if self.before.get(path) != stamp)
-        return list(dict.fromkeys([*announced, *saved]))
-
-
-def _weights_in(outputs: Path) -> dict[Path, tuple[int, ...]]:
-    """What tells each file from the next of its name, without our own run folders, whose LoRA is announced."""
-    found: dict[Path, tuple[int, ...]] = {}
-    for folder, subfolders, files in os.walk(outputs):
-        subfolders[:] = sorted(name for name in subfolders if name != PACK_NAME)
-        for path in (Path(folder, name) for name in sorted(files) if name.endswith(".safetensors")):
-            with contextlib.suppress(OSError):  # it is gone, or a link to nothing
-                status = path.stat()
-                found[path] = (status.st_mtime_ns, status.st_size, status.st_ino)
-    return found
 
 
 @contextlib.contextmanager
@@ -124,10 +83,7 @@ def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) ->
     if installed.base != installed.folder:
         (installed.base / "custom_nodes").mkdir(parents=True, exist_ok=True)  # ComfyUI does not start without
         command += ["--base-directory", installed.base]
-    pack = find_pack(installed.base / "custom_nodes")
-    if pack is not None:
-        _log.info("the workflow runs with the copy of the pack in %s", pack)
-    else:
+    if find_pack(installed.base / "custom_nodes") is None:
         custom_nodes = scratch / "custom_nodes"  # alone in a folder of its own
         custom_nodes.mkdir()
         try:
@@ -139,21 +95,17 @@ def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) ->
         command += ["--extra-model-paths-config", paths]
     if "--cpu" not in arguments and not has_accelerator(installed.python):
         command.append("--cpu")
-    outputs = installed.base / "output"
-    before = _weights_in(outputs)
     number, log = tempfile.mkstemp(prefix="devicebridge-comfyui-", suffix=".log")
     with open(number, "wb") as output:
         process = processes.start([*command, *arguments], folder=installed.folder, output=output)
     with process:
-        yield Server(process, port, Path(log), outputs, before)
+        yield Server(process, port, Path(log))
 
 
 @contextlib.contextmanager
 def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Pass on what the server's log says of a split and of a training, as it appears: which card gets what, the loss.
-
-    A thread reads, for comfy-cli is silent while a model loads.
-    """
+    """Inside, a thread passes on what the server's log says of a split and of a training: which card gets what, the
+    loss. For comfy-cli is silent while a model loads."""
     is_over = threading.Event()
 
     def follow() -> None:
@@ -162,8 +114,9 @@ def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
             while not was_over:
                 was_over = is_over.wait(_LOG_INTERVAL_S)
                 *whole, unfinished = (unfinished + lines.read()).split("\n")
-                for news in filter(None, map(_read_told_line, whole)):
-                    say(news)
+                for line in whole:
+                    if found := _TOLD_LINE.match(_COLOUR.sub("", line.rstrip())):
+                        say(found[1])
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -172,15 +125,6 @@ def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-
-
-def _read_told_line(line: str) -> str:
-    """The part of a log line from "split:" or "training:" on, with any other level than INFO in front; else ""."""
-    found = _TOLD_LINE.match(_COLOUR.sub("", line.rstrip()))
-    if found is None:
-        return ""
-    level, text = found.groups()
-    return text if level in {None, "INFO"} else f"{level}: {text}"
 
 
 # ---- what is installed: the user's ComfyUI, its Python, the `comfy` command, and copies of this pack
@@ -209,13 +153,10 @@ def find_comfyui(given: Path | None = None, base: Path | None = None, python: Pa
     """
     places = [given] if given else []
     if not given:
-        if os.environ.get("COMFYUI_PATH"):
-            places.append(Path(os.environ["COMFYUI_PATH"]).expanduser())
-        if ROOT.parent.name == "custom_nodes":
-            places.append(ROOT.parent.parent)
-        if found := _ask_comfy_cli():
-            places.append(found)
-        places.append(Path.home() / "comfy" / "ComfyUI")
+        named, around = os.environ.get("COMFYUI_PATH"), ROOT.parent
+        places += [Path(named).expanduser()] if named else []
+        places += [around.parent] if around.name == "custom_nodes" else []
+        places += [*filter(None, [_ask_comfy_cli()]), Path.home() / "comfy" / "ComfyUI"]
     for place in places:
         if (place / "main.py").is_file() and (place / "comfy").is_dir():
             folder = place.resolve()
@@ -233,10 +174,9 @@ def _ask_comfy_cli() -> Path | None:
     try:
         command = [str(find_comfy_cli()), "--skip-prompt", "--json", "which"]
         answer = processes.run(command, timeout_s=60, environment=QUIET)
-        path = json.loads(answer or "")["data"]["workspace_path"]
+        return Path(json.loads(answer or "")["data"]["workspace_path"])
     except (RuntimeError, ValueError, LookupError, TypeError):
         return None
-    return Path(path) if path else None
 
 
 def find_python(folder: Path, base: Path | None = None) -> Path:
@@ -244,10 +184,8 @@ def find_python(folder: Path, base: Path | None = None) -> Path:
     first of the one running now and those on the path that has what ComfyUI needs."""
     if os.environ.get("COMFYUI_PYTHON"):
         return Path(os.environ["COMFYUI_PYTHON"]).expanduser()
-    places = ("bin/python", "Scripts/python.exe")
-    own = [
-        each / name / place for each in filter(None, (folder, base)) for name in (".venv", "venv") for place in places
-    ]
+    inner = [f"{name}/{place}" for name in (".venv", "venv") for place in ("bin/python", "Scripts/python.exe")]
+    own = [each / place for each in filter(None, (folder, base)) for place in inner]
     own.append(folder.parent / "python_embeded" / "python.exe")
     if found := next((path for path in own if path.is_file()), None):
         return found
@@ -255,34 +193,27 @@ def find_python(folder: Path, base: Path | None = None) -> Path:
     return next((each for each in map(Path, others) if not python_fault(folder, each)), Path(sys.executable))
 
 
+# What ComfyUI imports when it starts and does not do without, each where that ComfyUI requires it.
+_IMPORTED: tuple[str, ...] = ("torch", "torchsde", "torchvision", "numpy", "einops", "transformers", "tokenizers", "av")
+_IMPORTED += ("sentencepiece", "safetensors", "aiohttp", "yaml", "scipy", "tqdm", "psutil", "sqlalchemy")
+_IMPORTED += ("comfy_kitchen", "comfy_aimdo")
+_MISSING = "import importlib.util; print(*(each for each in sys.argv[1:] if importlib.util.find_spec(each) is None))"
+
+
 def python_fault(folder: Path, python: Path) -> str:
     """Why a Python does not run this ComfyUI: it does not start, or lacks packages; "" where none is known."""
     file = folder / "requirements.txt"
     required = (file.read_text(encoding="utf-8") if file.is_file() else "").lower()
-    wanted = [name for name in _IMPORTED if name.lower().replace("_", "-") in required]  # PIL is Pillow's
+    wanted = [name for name in _IMPORTED if name.replace("_", "-") in required]
     told = processes.run(processes.python_command(_MISSING, *wanted, python=python), timeout_s=120)
     if told is None:
         return f"{python} does not start. Name ComfyUI's own Python with COMFYUI_PYTHON or --python"
-    try:
-        missing = json.loads(told.splitlines()[-1])
-    except (ValueError, IndexError):
-        return ""
-    if not missing:
+    if not (missing := told.split()):
         return ""
     return (
         f"{python} is not the Python that runs {folder}: it lacks {', '.join(missing)}. Name ComfyUI's own with "
         f"COMFYUI_PYTHON or --python, or install into this one: {python} -m pip install -r {file}"
     )
-
-
-# What ComfyUI imports when it starts and does not do without, each where that ComfyUI requires it.
-_IMPORTED: tuple[str, ...] = ("torch", "torchsde", "torchvision", "numpy", "einops", "transformers", "tokenizers", "av")
-_IMPORTED += ("sentencepiece", "safetensors", "aiohttp", "yaml", "PIL", "scipy", "tqdm", "psutil", "sqlalchemy")
-_IMPORTED += ("comfy_kitchen", "comfy_aimdo")
-_MISSING = """
-import importlib.util, json
-print(json.dumps([name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]))
-"""
 
 
 def has_accelerator(python: Path) -> bool:
@@ -292,10 +223,7 @@ def has_accelerator(python: Path) -> bool:
 
 
 def find_comfy_cli() -> Path:
-    """The `comfy` command beside this Python, else the one on the path.
-
-    Raises: RuntimeError that says how to install it.
-    """
+    """The `comfy` command beside this Python, else the one on the path. Raises: RuntimeError where there is none."""
     found = shutil.which("comfy", path=str(Path(sys.executable).parent)) or shutil.which("comfy")
     if found is None:
         raise RuntimeError("workflows are run through comfy-cli, which is not installed: pip install comfy-cli")

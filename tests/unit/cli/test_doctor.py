@@ -1,6 +1,5 @@
 """The doctor: right about versions, and never ill itself."""
 
-import dataclasses
 import importlib.metadata
 import json
 import sys
@@ -11,9 +10,7 @@ import pytest
 import torch
 from devicebridge.cli import doctor
 from devicebridge.headless import server
-from devicebridge.planning import cards as cards_module
 from devicebridge.planning import cards as machine_module
-from devicebridge.planning import sampling_forecast
 from devicebridge.system.versions import TESTED, TestedRange
 from devicebridge.tests.emulated import CARDS, emulated_cards
 
@@ -193,31 +190,3 @@ def test_a_card_that_cannot_be_measured_is_no_reason_to_fail(monkeypatch: pytest
     monkeypatch.setattr(machine_module, "measure_machine", full)
     with emulated_cards(2):
         assert doctor._measure(list(CARDS[:2])) == ["not measured: no room on lazy:1"]
-
-
-def test_what_way_auto_takes_for_sampling_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = [dataclasses.replace(card, has_context=True) for card in cards_module.parse_cards("2x3090")]
-    speed = cards_module.MachineSpeed((5e13, 5e13), 12e9, "2026-11-28")
-    monkeypatch.setattr(cards_module, "cards_of", lambda devices: here)
-    monkeypatch.setattr(sampling_forecast, "machine_speed", lambda devices: speed)
-    monkeypatch.setattr(doctor, "_SAMPLED", (("flux1-dev", "512x512"), ("wan2.1-t2v-14b", "832x480x33")))
-    lines = doctor._forecast_sampling([])
-    assert [line.split(",")[0] for line in lines] == ["flux1-dev 512x512", "wan2.1-t2v-14b 832x480x33"]
-    assert all("way auto takes tokens" in line for line in lines)
-    report = doctor.report(doctor.collect() | {"sampling": lines})
-    assert all(f"\n  {line}" in report for line in lines)
-    monkeypatch.setattr(cards_module, "cards_of", lambda devices: None)
-    assert doctor._forecast_sampling([]) == []
-
-
-@pytest.mark.parametrize("fault", ["", "importing diffusers ended Python with code 7"])
-def test_sampling_is_not_forecast_with_a_package_that_ends_python(fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = doctor.collect()
-    cards = [{**facts["devices"][-1], "name": name} for name in ("cuda:0", "cuda:1", "cpu")]
-    asked: list[object] = []
-    monkeypatch.setattr(doctor, "_ask_torch", lambda: {"torch_build": "CUDA", "devices": cards})
-    monkeypatch.setattr(doctor, "_import_faults", lambda names: {"diffusers": fault})
-    monkeypatch.setattr(doctor, "_list_schemes", lambda facts: [])
-    monkeypatch.setattr(doctor, "_forecast_sampling", lambda devices: asked.append(devices) or ["a forecast"])
-    assert doctor.collect()["sampling"] == ([f"not forecast: {fault}"] if fault else ["a forecast"])
-    assert asked == ([] if fault else [cards[:2]])

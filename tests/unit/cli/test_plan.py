@@ -133,7 +133,7 @@ def test_a_model_replaces_nothing_else_of_a_job():
         (["--model", "flux2-dev", "--cards", "24GB", "--resolution", "9"], "resolution 9 is below 16 pixels"),
         (["--model", "wan2.1-t2v-14b", "--cards", "24GB", "--frames", "16"], "takes 4n . 1 frames; nearest are 13, 17"),
         (["--model", "wan2.2-ti2v-5b-i2v", "--cards", "24GB", "--frames", "1"], "is given the first frame, .* give"),
-        (["wan_pair", "--model", "wan2.2-t2v-a14b-high"], "the job trains two .*; remove model.second_expert"),
+        (["wan_pair", "--model", "wan2.2-t2v-a14b-high"], "the job trains two; remove model.second_expert"),
         (["flux2", "--model", "flux2-dev"], "the dataset folder /data/my_subject does not exist; .* --resolution 512"),
     ],
 )
