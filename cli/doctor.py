@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from .. import compat
 from ..headless import server
-from ..system import import_faults, processes
+from ..system import processes
+from ..system.import_faults import try_import
 from ..system.versions import TESTED, installed_version
 from ..version import VERSION
 
@@ -24,7 +21,6 @@ from ..version import VERSION
 def collect(python: Path | None = None) -> dict[str, Any]:
     """Facts as plain values, ready for JSON; what could not be found out is None. python: that ComfyUI runs with."""
     versions = {name: installed_version(name) for name in TESTED} | {"python": platform.python_version()}
-    imports = ThreadPoolExecutor().submit(_import_faults, tuple(name for name in _IMPORTED if versions[name]))
     facts: dict[str, Any] = {
         "devicebridge": VERSION,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -46,12 +42,12 @@ def collect(python: Path | None = None) -> dict[str, Any]:
     }
     if versions["torch"]:
         facts.update(_ask_torch())
-    facts["import_faults"] = imports.result()
-    facts["quantization"] = _list_schemes(facts)
-    judged = {name: judge(facts) for name, judge in _FEATURES}
+    tried = {name: target for name, target in _IMPORTED.items() if facts["devices"] and versions[name]}
+    facts["import_faults"] = {name: try_import(*target.split(":")) for name, target in tried.items()}
+    judged = ((name, judge(facts)) for name, judge in _FEATURES)
     facts["features"] = [
         {"name": name, "works": None if why and why == facts["python_fault"] else not why, "reason": why}
-        for name, why in judged.items()
+        for name, why in judged
     ]
     return facts
 
@@ -83,18 +79,11 @@ def report(facts: dict[str, Any]) -> str:
         lines.append(f"  torch build: {facts['torch_build']}")
     lines += ["", "ComfyUI", f"  {facts['comfyui'] or 'not found'}", *_pack_lines(facts)]
     lines.append(f"  comfy-cli: {facts['comfy_cli'] or 'not found'}")
-    lines += ["", "What works here", *(_verdict(each["name"], each) for each in facts["features"])]
-    lines += ["", "How the frozen weights of a training can be held (quantize)"]
-    for found in facts["quantization"]:
-        lines.append(_verdict(found["scheme"] + (f" on {found['device']}" if found["device"] else ""), found))
+    lines += ["", "What works here"]
+    works = {True: "yes", False: "no ", None: "?  "}
+    for each in facts["features"]:
+        lines.append(f"  {works[each['works']]} {each['name']}{': ' + each['reason'] if each['reason'] else ''}")
     return "\n".join(lines)
-
-
-_WORKS = {True: "yes", False: "no ", None: "?  "}
-
-
-def _verdict(what: str, found: dict[str, Any]) -> str:
-    return f"  {_WORKS[found['works']]} {what}{': ' + found['reason'] if found['reason'] else ''}"
 
 
 def _ask_torch() -> dict[str, Any]:
@@ -105,19 +94,13 @@ def _ask_torch() -> dict[str, Any]:
         return {"torch_build": f"cannot be imported: {error}"}
     from ..parallel.devices import CPU, available_devices, has_peer_access
 
-    accelerators = available_devices()
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    if torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
+    cards, cuda, rocm = available_devices(), torch.version.cuda, torch.version.hip
+    several = cards if len(cards) > 1 else []
     return {
-        "torch_build": build,
-        "devices": [_describe_device(device) for device in [*accelerators, CPU]],
-        "peer_access": {
-            str(source): {str(target): has_peer_access(source, target) for target in accelerators}
-            for source in accelerators
-            if len(accelerators) > 1
-        },
-        "machine_speed": _measure(accelerators) if len(accelerators) > 1 else [],
+        "torch_build": f"ROCm {rocm}" if rocm else f"CUDA {cuda}" if cuda else "no CUDA",
+        "devices": [_describe_device(device) for device in [*cards, CPU]],
+        "peer_access": {str(one): {str(other): has_peer_access(one, other) for other in several} for one in several},
+        "machine_speed": _measure(several) if several else [],
     }
 
 
@@ -131,23 +114,6 @@ _IMPORTED = {
     "tomlkit": "tomlkit:parse",
     "av": "av:open",
 }
-
-
-@functools.cache
-def _import_faults(names: tuple[str, ...]) -> dict[str, str]:
-    """What keeps packages from being imported, "" for nothing; asked in a process that an import may end."""
-    asked = {_IMPORTED[name]: name for name in names}
-    found: dict[str, str] = {}
-    while missing := [each for each in asked if asked[each] not in found]:
-        lines: list[str] = []
-        with processes.start([sys.executable, import_faults.__file__, *missing]) as running:
-            code = running.each_line(lines.append)
-        for line in lines:
-            if line.startswith('{"'):
-                found |= {asked[each]: fault for each, fault in json.loads(line).items() if each in asked}
-        if ended := [each for each in missing if asked[each] not in found]:
-            found[asked[ended[0]]] = f"importing {asked[ended[0]]} ended Python with code {code}"
-    return found
 
 
 def _measure(accelerators: list[Any]) -> list[str]:
@@ -197,11 +163,11 @@ def _ask_comfyui(python: Path | None) -> dict[str, Any]:
         pack = server.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
         # What it has changed of what the pack relies on, asked in its own Python; takes seconds.
-        facts["python_fault"] = server.python_fault(found.folder, found.python)
-        with contextlib.suppress(ValueError):
+        if not (fault := server.python_fault(found.folder, found.python)):
             told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
-            facts["contract"] = json.loads(told or "") if not facts["python_fault"] else None
-            facts["python_fault"] = facts["python_fault"] or (facts["contract"] or {}).get("import_fault", "")
+            facts["contract"] = json.loads(told or "null")
+            fault = (facts["contract"] or {}).get("import_fault", "")
+        facts["python_fault"] = fault
     return facts
 
 
@@ -226,36 +192,17 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-# ---- in which schemes the frozen weights can be held ----
-
-
-def _list_schemes(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each scheme on each accelerator, or on the CPU; one line without a device where packages are missing."""
-    if reason := _training(facts):
-        return [{"scheme": "every scheme", "device": "", "works": False, "reason": reason}]
-    import torch
-
-    from ..quantization.quantize import SCHEMES, QuantizeSettings, refusal
-
-    found = []
-    for scheme, device in itertools.product(SCHEMES, _accelerators(facts) or facts["devices"]):
-        why = refusal(QuantizeSettings(scheme), [torch.device(device["name"])])
-        found.append({"scheme": scheme, "device": device["name"], "works": not why, "reason": why})
-    return found
-
-
 # ---- what works ----
 
 Judge = Callable[[dict[str, Any]], str]  # "" when it works, else why not
 
 
 def _missing(facts: dict[str, Any], *names: str) -> str:
-    absent = [name for name in names if facts["versions"][name]["found"] is None]
-    if absent:
+    if absent := [name for name in names if facts["versions"][name]["found"] is None]:
         return f"{', '.join(absent)} missing (pip install {' '.join(absent)})"
-    if fault := next((fault for name in names if (fault := facts.get("import_faults", {}).get(name))), ""):
-        return fault
-    return "" if facts["devices"] else f"torch {facts['torch_build']}"
+    faults = facts.get("import_faults", {})
+    missing = "" if facts["devices"] else f"torch {facts['torch_build']}"
+    return next(filter(None, (faults.get(name) for name in names)), missing)
 
 
 _TRAINING = ("torch", "diffusers", "peft", "safetensors", "pydantic", "tomlkit")
@@ -296,9 +243,6 @@ _FEATURES: tuple[tuple[str, Judge], ...] = (
     ("LoRA training on a GPU", lambda facts: _training(facts) or ("" if _accelerators(facts) else _NO_GPU)),
     ("LoRA training split over GPUs", lambda facts: _training(facts) or _too_few(facts)),
     ("LoRA training on videos", lambda facts: _missing(facts, *_TRAINING, "av")),
-    (
-        "encoding captions and images",
-        lambda facts: _missing(facts, "torch", "transformers", "diffusers", "safetensors"),
-    ),
+    ("encoding captions and images", lambda facts: _missing(facts, *_TRAINING, "transformers")),
     ("devicebridge run (ComfyUI workflows without a browser)", _workflows),
 )

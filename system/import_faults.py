@@ -2,8 +2,6 @@
 
 Diffusers and transformers import lazily and wrap what fails: a torchvision of another build than torch ends as "Could
 not import module 'BloomPreTrainedModel'". The first cause is in the chain of exceptions.
-
-Run as a program it imports what it is given, "module:attribute" each, and prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -89,16 +86,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _try(module: str, attribute: str) -> str:
+def try_import(module: str, attribute: str) -> str:
+    """Why this part of a package cannot be imported; "" where it can."""
     try:
         getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a package's own import raises
         return import_fault(error) or f"{type(error).__name__}: {error}"
     return ""
-
-
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose names would hide others
-    for given in sys.argv[1:]:
-        sys.stdout.write(json.dumps({given: _try(*given.split(":"))}) + "\n")
-        sys.stdout.flush()
