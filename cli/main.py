@@ -149,7 +149,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     more = "It derives them, proves them by small pictures, and prints rows of families/comfy; splits then take these."
     what = "show where the blocks and tokens of a model's class are"
-    add = new("examine", _command("examine", "examine"), what, more).add_argument
+    add = new("examine", _command("native", "examine"), what, more).add_argument
     add("file", type=Path, help="file of a diffusion model")
     add("--python", **python)
 

@@ -5,7 +5,8 @@ nodes/host/ is asked only there. Everything here is a no-op for other jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,30 +24,26 @@ from ..jobs.ranks import unless_stopped
 from ..parallel.ranks.group import Ranks
 from ..runs.queue import is_native_process, native_command
 from ..system.processes import go_on_as
+from ..system.telling import say
 
 ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..checkpoints.checkpoint import CheckpointInfo
 
 
 def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig]:
     """The jobs, with paths in the place of names that only ComfyUI knows.
 
-    Args:
-        arguments: of the command line, with which another process goes on in place of this one if need be.
+    arguments: of the command line, with which another process goes on in place of this one if need be.
     Raises: ValueError if there is no ComfyUI, or a name is in none of its folders.
     """
-    needing = [job for job in jobs if job.needs_comfyui]
-    if needing:
-        why = "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
-        if needing[0].model.family == COMFYUI:
-            why = f'model.family = "{COMFYUI}" asks for a model that ComfyUI\'s own code trains'
-        need_comfyui(why, arguments)
-    if not needing:
+    if not (needing := [job for job in jobs if job.needs_comfyui]):
         return list(jobs)
+    why = "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
+    if needing[0].model.family == COMFYUI:
+        why = f'model.family = "{COMFYUI}" asks for a model that ComfyUI\'s own code trains'
+    need_comfyui(why, arguments)
     from ..nodes.host.native.files import with_files
 
     return [with_files(job) if job.needs_comfyui else job for job in jobs]
@@ -67,6 +64,20 @@ def need_comfyui(why: str, arguments: Sequence[str], python: Path | None = None)
         raise SystemExit(go_on_as([*native_command(found.python, found.folder, found.base), *arguments]))
 
 
+def examine(options: argparse.Namespace) -> int:
+    """`devicebridge examine FILE`: where the blocks and tokens of a model's class are, as rows to be written down.
+
+    Raises: ValueError where there is no ComfyUI, or for another file."""
+    arguments = ["examine", str(options.file.absolute())]
+    need_comfyui("ComfyUI has the code of such a model", arguments, options.python)
+    from ..nodes.host.split.examine import examine as rows_of
+
+    if not options.file.is_file():
+        raise ValueError(f"{options.file} is no file; name a .safetensors file of a diffusion model")
+    say(rows_of(options.file))
+    return 0
+
+
 def prepared(job: JobConfig) -> AbstractContextManager[CheckpointInfo | None]:
     """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build."""
     if job.model.family != COMFYUI:
@@ -85,37 +96,24 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
     if not job.cache.needs_stock_encoders:
         yield job, NO_ENCODERS
         return
-    from ..nodes.host.native.conditions import HostConditioner
+    from ..nodes.host.comfy_encoders import release_models
     from ..nodes.host.native.files import load_encoders
     from ..nodes.host.native.text import refuse_other_class
 
-    clip, vae, audio_vae, vision = load_encoders(job)
-    wanted = info.family.host.text_class if info.family.host else ""
-    if clip and wanted:
-        refuse_other_class(clip, wanted, is_trained=job.lora.text_encoder)
-    conditioner = HostConditioner(clip, vae, vision) if job.data.condition else None
-    cache = replace(
-        job.cache,
-        text_source=clip.fingerprint if clip else job.cache.text_source,
-        latent_source=vae.fingerprint if vae else job.cache.latent_source,
-        audio_source=audio_vae.fingerprint if audio_vae else job.cache.audio_source,
-        vision_source=vision.fingerprint if vision else job.cache.vision_source,
-    )
+    encoders = load_encoders(job)
+    if encoders.clip and info.family.host and info.family.host.text_class:
+        refuse_other_class(encoders.clip, info.family.host.text_class, is_trained=job.lora.text_encoder)
     try:
-        yield replace(job, cache=cache), ComfyEncoders(clip, vae, conditioner, audio_vae)
+        yield replace(job, cache=encoders.named_in(job.cache)), encoders
     finally:
-        for each in filter(None, (clip, vae, audio_vae)):
-            each.release()
+        release_models()
 
 
 def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[], bool] = never) -> JobConfig:
     """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads.
 
-    What its headers and images refuse is told before the encoders are loaded.
-
-    Args:
-        on_event: None where another process speaks for this one, which needs no run folder.
-    Raises: Stopped; what check_job and fill_job raise.
+    on_event: None where another process speaks for this one, which needs no run folder.
+    Raises: Stopped; what check_job, before the encoders are loaded, and fill_job raise.
     """
     if not job.cache.needs_stock_encoders:
         return job

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoints.fingerprint import settings_fingerprint
@@ -42,6 +42,13 @@ class ComfyEncoders:
     vae: Any = None
     conditioner: Any = None  # has both, and what sees
     audio_vae: Any = None
+
+    def named_in(self, cache: CacheConfig) -> CacheConfig:
+        """The settings with the names of these encoders."""
+        own = {"text_source": self.clip, "latent_source": self.vae, "audio_source": self.audio_vae}
+        names = {key: each.fingerprint for key, each in own.items() if each is not None}
+        names |= {"vision_source": seen} if (seen := getattr(self.conditioner, "sees_with", "")) else {}
+        return replace(cache, **names)
 
 
 NO_ENCODERS = ComfyEncoders()

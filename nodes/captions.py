@@ -36,7 +36,6 @@ DEFAULT_FOLDER = "devicebridge/cache"
 _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
 _GONE = "ComfyUI has let go of the CLIP that encoded the captions; use Unload Models and Execution Cache, and run again"
-_NO_CAPTIONS = "sample_prompts {prompts} are no captions of the dataset, and {gone}, or take captions of the dataset"
 _STOCK_VISION = io.ClipVision.Input(
     "stock_vision",
     display_name="stock CLIP vision",
@@ -170,8 +169,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
         folder = folders.folder_in_output(sockets["cache_folder"], "cache_folder")
         given, sockets = sockets, _with_files(model, sockets)
-        encoders = _comfy_encoders(model, sockets, dataset.data.condition)
-        cache = read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **_who_encodes(encoders, sockets))
+        encoders, own = find_encoders(model, sockets, dataset.data.condition)
+        cache = encoders.named_in(read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **own))
         output = OutputConfig(folder=str(folder))
         job = model.job(dataset, evaluation=dataset.evaluation, cache=cache, train=LoopConfig(steps=1), output=output)
         view = JobView(cls.hidden.unique_id)
@@ -200,9 +199,12 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         return io.NodeOutput(dataclasses.replace(made, find_clip=find))
 
 
-def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:
-    """Those that are connected, and those of files that only ComfyUI reads; with their names.
-    Raises: ValueError for one that was not in its loader's file, or that has no name, or a file too few."""
+def find_encoders(
+    model: TrainingModel, sockets: dict[str, Any], condition: str = ""
+) -> tuple[ComfyEncoders, dict[str, str]]:
+    """ComfyUI's encoders, connected or of files that only ComfyUI reads; and the settings that name the model's own.
+    Says which sockets have no effect. Raises: ValueError for one that was not in its loader's file, or that has no
+    name, or a file too few."""
     from ..jobs.comfy_entries import ComfyEncoders
     from .host.native.files import load_vae
 
@@ -216,7 +218,13 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
         stock_vae = load_vae(folders.find_component("vae", named))
     vae = None if stock_vae is None else HostVae(stock_vae)
     vision = HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
-    return ComfyEncoders(clip, vae, HostConditioner(clip, vae, vision) if condition else None)
+    own = {"text_quantize": "none"} if clip else {}
+    for socket, encoder in (("text_encoders", clip), ("vae", vae)):
+        name = read_file(sockets[socket])
+        own[socket] = "" if encoder else folders.find_component(socket, name)
+        if encoder and name and _LINK_OF[socket] in sockets:
+            _log.warning("%s %r has no effect: what is connected to the node encodes in its place", socket, name)
+    return ComfyEncoders(clip, vae, HostConditioner(clip, vae, vision) if condition else None), own
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
@@ -265,20 +273,6 @@ def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]
     return chosen
 
 
-def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:
-    """The part of the cache's settings that names the encoders; says which sockets have no effect."""
-    settings = {"text_quantize": "none"} if encoders.clip else {}
-    settings |= {"vision_source": encoders.conditioner.sees_with} if encoders.conditioner else {}
-    sources = {"text_encoders": ("text_source", encoders.clip), "vae": ("latent_source", encoders.vae)}
-    for socket, (source, encoder) in sources.items():
-        name = read_file(sockets[socket])
-        settings |= {source: encoder.fingerprint} if encoder else {}
-        settings[socket] = "" if encoder else folders.find_component(socket, name)
-        if encoder and name and _LINK_OF[socket] in sockets:
-            _log.warning("%s %r has no effect: what is connected to the node encodes in its place", socket, name)
-    return settings
-
-
 # ---- what a training needs of the CLIP, computed before it begins: in the background no CLIP of this graph is there
 
 
@@ -293,46 +287,41 @@ def remember_clip(
     return lambda: None if (clip := find()) is None else HostClip(clip, weighs=weighs)
 
 
-def encode_prompts(
-    dataset: TrainingDataset, job: JobConfig, info: CheckpointInfo | None, view: JobView, check: Callable[[], object]
+def encode_texts(
+    dataset: TrainingDataset,
+    model: TrainingModel,
+    job: JobConfig,
+    info: CheckpointInfo | None,
+    view: JobView,
+    check: Callable[[], object],
 ) -> None:
-    """Have the job's sample prompts in its cache, where a CLIP of ComfyUI's encoded the captions.
+    """Have in the job's cache what a CLIP of ComfyUI's makes: sample prompts, or all tokens for a CLIP that is trained.
 
     To be called outside of TrainingModel.prepared, in which ComfyUI's kernels are others.
 
-    info: the job's model, if only ComfyUI can read it. check: called before a text encoder is loaded, if one is needed.
-    Raises: ValueError where the CLIP is gone; what check raises.
+    info: the job's model, if only ComfyUI can read it. check: called before a text encoder is loaded for prompts.
+    Raises: ValueError where the CLIP is gone; what check and check_job raise.
     """
     from ..events import EventLog
+    from ..jobs import encode_job
     from ..jobs.comfy_entries import ComfyEncoders
-    from ..jobs.encode_job import fill_prompts, missing_prompts
-
-    missing = missing_prompts(job)
-    if not missing or dataset.find_clip is None:
-        return
-    check()
-    if (clip := dataset.find_clip()) is None:
-        raise ValueError(_NO_CAPTIONS.format(prompts=", ".join(map(repr, missing)), gone=_GONE))
-    with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
-        fill_prompts(job, info, ComfyEncoders(clip), events, host.is_cancelled)
-
-
-def encode_tokens(
-    dataset: TrainingDataset, model: TrainingModel, job: JobConfig, info: CheckpointInfo | None, view: JobView
-) -> None:
-    """Have the tokens of all captions and prompts in the job's cache, for a CLIP that is trained itself.
-    Raises: ValueError where the CLIP is gone; as check_job."""
-    from ..events import EventLog
-    from ..jobs.comfy_entries import ComfyEncoders
-    from ..jobs.encode_job import cache_entries, cache_store, fill_cache
     from ..jobs.job import check_job
 
-    with model.prepared(info):
-        plan = check_job(job, info=info, is_to_train=False, should_stop=host.is_cancelled)
-    store = cache_store(job)
-    if all(key in store for key in cache_entries(plan, "captions")):
-        return
+    if job.lora.text_encoder:
+        with model.prepared(info):
+            plan = check_job(job, info=info, is_to_train=False, should_stop=host.is_cancelled)
+        store, fault = encode_job.cache_store(job), _GONE
+        fill: Callable[..., Any] = partial(encode_job.fill_cache, plan, "captions")
+        if all(key in store for key in encode_job.cache_entries(plan, "captions")):
+            return
+    else:
+        if not (missing := encode_job.missing_prompts(job)) or dataset.find_clip is None:
+            return
+        check()
+        prompts = ", ".join(map(repr, missing))
+        fault = f"sample_prompts {prompts} are no captions of the dataset, and {_GONE}, or take captions of the dataset"
+        fill = partial(encode_job.fill_prompts, job, info)
     if dataset.find_clip is None or (clip := dataset.find_clip()) is None:
-        raise ValueError(_GONE)
-    with EventLog(Path(job.cache.folder), view) as events:
-        fill_cache(plan, "captions", events, host.is_cancelled, ComfyEncoders(clip))
+        raise ValueError(fault)
+    with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
+        fill(events=events, should_stop=host.is_cancelled, encoders=ComfyEncoders(clip))

@@ -13,7 +13,7 @@ from ..config import job as config
 from ..config.ranges import check_file_name
 from ..runs.folders import NO_RUNS, plain_name
 from . import host
-from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
+from .captions import DEFAULT_FOLDER, encode_texts
 from .host import folders, io
 from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
 from .saying import said_on_node, training_schema
@@ -213,10 +213,7 @@ class TrainLora(io.ComfyNode):
                     with model.prepared(info), host.host_memory_freed():
                         check_job(run.job, info=info, is_to_train=is_forecast, should_stop=host.is_cancelled)
 
-                if run.job.lora.text_encoder:
-                    encode_tokens(dataset, model, run.job, info, view)
-                else:
-                    encode_prompts(dataset, run.job, info, view, check)
+                encode_texts(dataset, model, run.job, info, view, check)
             with model.prepared(info):
                 if run.finished is None and in_background:
                     return _start_in_background(run, info, view)

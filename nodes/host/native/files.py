@@ -20,8 +20,10 @@ from ....checkpoints.model_files import first
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
+from ....jobs.comfy_entries import ComfyEncoders
 from ..comfy_encoders import HostClip, HostVae, HostVision
 from ..folders import list_components
+from .conditions import HostConditioner
 
 # What code raises that takes a file's tensors for granted.
 _OF_DAMAGE: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError, NameError)
@@ -119,24 +121,19 @@ def ask_comfyui(path: Path | str, what: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, HostVae | None, HostVision | None]:
+def load_encoders(job: JobConfig) -> ComfyEncoders:
     """Those that the job names by files, loaded into memory. Raises: ValueError for a file that holds none."""
-    cache = job.cache
-    clip = vae = audio_vae = vision = None
-    if cache.stock_clip:
-        made = load_clip_files(cache.stock_clip, cache.stock_clip_type, job.model.path)
-        clip = HostClip(made, weighs=cache.caption_weights)
-    if cache.stock_vae:
-        vae = HostVae(load_vae(cache.stock_vae))
-    if cache.stock_audio_vae:
-        audio_vae = HostVae(load_vae(cache.stock_audio_vae, of_clips=True))
-    if cache.stock_vision:
+    cache, vision = job.cache, None
+    made = load_clip_files(cache.stock_clip, cache.stock_clip_type, job.model.path) if cache.stock_clip else None
+    clip = HostClip(made, weighs=cache.caption_weights) if made is not None else None
+    vae = HostVae(load_vae(cache.stock_vae)) if cache.stock_vae else None
+    audio_vae = HostVae(load_vae(cache.stock_audio_vae, of_clips=True)) if cache.stock_audio_vae else None
+    if path := cache.stock_vision:
         import comfy.clip_vision
 
-        path = cache.stock_vision
         loaded = ask_comfyui(path, "make a CLIP vision model of", lambda: comfy.clip_vision.load(path))
         vision = HostVision(_there(loaded, "CLIP vision model", path))
-    return clip, vae, audio_vae, vision
+    return ComfyEncoders(clip, vae, HostConditioner(clip, vae, vision) if job.data.condition else None, audio_vae)
 
 
 def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:

@@ -1,6 +1,6 @@
 """`devicebridge examine FILE`: where the blocks and tokens of a file's class are, as rows to be written down.
 
-Runs in a process of its own that has ComfyUI in it; see cli/examine.py. The file's weights are loaded as ComfyUI loads
+Runs in a process of its own that has ComfyUI in it; see cli/native.py. The file's weights are loaded as ComfyUI loads
 them. The same functions derive and prove as in a split (deriving.py), by two ranks on one device.
 """
 

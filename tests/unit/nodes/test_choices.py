@@ -123,17 +123,17 @@ def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(nodes, host, mod
     files = [f"{name}.safetensors" for name in names]
     sockets = {"text_encoders": files[0], "vae": "[model folder]"}
     sockets |= {"text_encoder_2": files[1]} if len(files) > 1 else {}
-    encoders = nodes.captions._comfy_encoders(model(family), sockets)
+    encoders, own = nodes.captions.find_encoders(model(family), sockets)
     assert loaded == [([str(host.root / "models/text_encoders" / file) for file in files], kind, "")]
-    settings = nodes.captions._who_encodes(encoders, sockets)
-    assert settings == {"text_source": "name of clip", "text_encoders": "", "text_quantize": "none", "vae": ""}
+    assert own == {"text_encoders": "", "text_quantize": "none", "vae": ""}
+    assert encoders.clip.fingerprint == "name of clip"
 
 
 def test_a_file_too_few_is_said_with_what_would_work(nodes: ModuleType, host: comfy_stub.FakeHost, model: Any) -> None:
     (host.root / "models/text_encoders/clip_l.safetensors").touch()
     sockets = {"text_encoders": "clip_l.safetensors", "text_encoder_2": "[none]", "vae": ""}
     with pytest.raises(ValueError, match=r"FLUX\.1 takes 2 files .* Load CLIP to stock_clip"):
-        nodes.captions._comfy_encoders(model("flux1"), sockets)
+        nodes.captions.find_encoders(model("flux1"), sockets)
 
 
 def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(nodes, host, model):
@@ -141,9 +141,8 @@ def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(nodes, host, m
     (folder / "text_encoder").mkdir(parents=True)
     assert "flux2" in _input(nodes, "CacheCaptionsAndLatents", "text_encoders").options["options"]
     sockets = {"text_encoders": "flux2", "vae": ""}
-    encoders = nodes.captions._comfy_encoders(model("flux2"), sockets)
-    assert encoders.clip is None
-    assert nodes.captions._who_encodes(encoders, sockets)["text_encoders"] == str(folder)
+    encoders, own = nodes.captions.find_encoders(model("flux2"), sockets)
+    assert encoders.clip is None and own["text_encoders"] == str(folder)
 
 
 def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(nodes, host):

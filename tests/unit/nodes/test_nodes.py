@@ -882,16 +882,16 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     seen: list[Any] = []
     monkeypatch.setattr(nodes.captions, "HostClip", lambda value, weighs: _Named(value))
     monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
-    monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
+    monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, **rest: seen.append(encoders.clip))
     job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
     find = captions.remember_clip({"stock_clip": clip}, lambda files: "another", weighs=False)
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
-    captions.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
+    captions.encode_texts(dataset, sockets["model"], job, None, JobView("1"), lambda: None)
     assert [each.fingerprint for each in seen] == ["clip"]
     del clip, seen[:]
     with pytest.raises(ValueError, match="sample_prompts 'a cat' are no captions .* has let go of the CLIP"):
-        captions.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
-    captions.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"), lambda: None)  # none to draw
+        captions.encode_texts(dataset, sockets["model"], job, None, JobView("1"), lambda: None)
+    captions.encode_texts(dataset, sockets["model"], _job(nodes, sockets), None, JobView("1"), print)  # none to draw
     names = {"text_encoders": "clip.safetensors", "text_encoder_2": "[none]"}
     found = captions.remember_clip({**names, "vae": "x"}, dict, weighs=False)()
     assert found.fingerprint == names, "one of files is loaded again"
@@ -913,7 +913,7 @@ class _Encoding:
         monkeypatch.setattr(nodes.train, "_start_in_background", lambda *given: self._note("start"))
         monkeypatch.setattr(job_module, "check_job", self._check)
         monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
-        monkeypatch.setattr(encode_job, "fill_prompts", lambda *given: self._note("encode"))
+        monkeypatch.setattr(encode_job, "fill_prompts", lambda *given, **more: self._note("encode"))
 
     def find_clip(self) -> Any:
         self._note("clip")
