@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .spec import Rename, ShiftRule
-from .tensor_plan import HEADS, Divided
 
 DOUBLE, SINGLE = "double_blocks.{}.", "single_blocks.{}."
 TO_DOUBLE, TO_SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
@@ -18,12 +17,11 @@ DOUBLE_ATTENTION = (  # patterns of LoRA targets
     "transformer_blocks.*.attn.to_add_out",
 )
 # How a double block's attention is divided among devices that compute it together.
-DIVIDED_ATTENTION = (
-    Divided("attn.to_[qkv]", "column", HEADS),
-    Divided("attn.add_[qkv]_proj", "column", HEADS),
-    Divided("attn.to_out.0", "row", HEADS),
-    Divided("attn.to_add_out", "row", HEADS),
-)
+DIVIDED_ATTENTION = {
+    "heads": "attn.to_[qkv] attn.add_[qkv]_proj",
+    "back": "attn.to_out.0 attn.to_add_out",
+    "width": "attn.inner_dim",
+}
 # "resolution" is FLUX.1-dev's own scheduler: mu rises linearly with the number of tokens the transformer sees, so that
 # the shift is 1.88 at 512x512 and 3.16 at 1024x1024.
 SHIFTS: Mapping[str, ShiftRule] = {

@@ -36,7 +36,7 @@ from .spec import (
     TimestepSpec,
     Variant,
 )
-from .tensor_plan import FEATURES, HEADS, Divided, TensorPlan, mlp_plan
+from .tensor_plan import Divided, plan
 
 _CLIP = TextEncoderSpec(
     kind="pooled",
@@ -177,27 +177,18 @@ _RENAMES = (
     Rename(SINGLE + "linear2", (TO_SINGLE + "proj_out",)),
 )
 
-_TENSOR = (
-    TensorPlan(
-        block="FluxTransformerBlock",
-        linears=(
-            *DIVIDED_ATTENTION,
-            Divided("norm1*.linear", "gathered", FEATURES),  # modulation, a sixth of the model's weights
-            *mlp_plan("ff.net.0.proj", "ff.net.2"),
-            *mlp_plan("ff_context.net.0.proj", "ff_context.net.2"),
-        ),
-        width="attn.inner_dim",
-    ),
-    TensorPlan(
-        block="FluxSingleTransformerBlock",
-        linears=(
-            Divided("attn.to_[qkv]", "column", HEADS),
-            Divided("norm.linear", "gathered", FEATURES),
-            Divided("proj_mlp", "column", FEATURES, into="proj_out"),
-            Divided("proj_out", "row", ("heads", "features")),
-        ),
-        width="attn.inner_dim",
-    ),
+_TENSOR = plan(
+    block="FluxTransformerBlock",
+    **DIVIDED_ATTENTION,
+    gathered="norm1*.linear",  # modulation, a sixth of the model's weights
+    mlp="ff.net.0.proj>ff.net.2 ff_context.net.0.proj>ff_context.net.2",
+) + plan(
+    Divided("proj_mlp", "column", ("features",), into="proj_out"),
+    Divided("proj_out", "row", ("heads", "features")),
+    block="FluxSingleTransformerBlock",
+    heads="attn.to_[qkv]",
+    gathered="norm.linear",
+    width="attn.inner_dim",
 )
 
 FLUX1 = ModelFamily(

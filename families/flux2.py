@@ -27,7 +27,7 @@ from .spec import (
     TimestepSpec,
     Variant,
 )
-from .tensor_plan import QKV, Divided, TensorPlan, mlp_plan
+from .tensor_plan import QKV, Divided, plan
 
 # diffusers' pipelines/flux2/system_messages.py; the line break is part of it (some trainers have a space there).
 _SYSTEM_MESSAGE = (
@@ -193,25 +193,16 @@ _RENAMES = (
     Rename(SINGLE + "linear2", (TO_SINGLE + "attn.to_out",)),
 )
 
-_TENSOR = (
-    TensorPlan(
-        block="Flux2TransformerBlock",
-        linears=(
-            *DIVIDED_ATTENTION,
-            *mlp_plan("ff.linear_in", "ff.linear_out"),
-            *mlp_plan("ff_context.linear_in", "ff_context.linear_out"),
-        ),
-        width="attn.inner_dim",
-    ),
-    TensorPlan(
-        block="Flux2SingleTransformerBlock",
-        linears=(
-            Divided("attn.to_qkv_mlp_proj", "column", (*QKV, "features"), into="attn.to_out"),
-            Divided("attn.to_out", "row", ("heads", "features")),
-        ),
-        width="attn.inner_dim",
-        attributes={"attn.heads": "heads", "attn.inner_dim": "heads", "attn.mlp_hidden_dim": "attn.to_out"},
-    ),
+_TENSOR = plan(
+    block="Flux2TransformerBlock",
+    **DIVIDED_ATTENTION,
+    mlp="ff.linear_in>ff.linear_out ff_context.linear_in>ff_context.linear_out",
+) + plan(
+    Divided("attn.to_qkv_mlp_proj", "column", (*QKV, "features"), into="attn.to_out"),
+    Divided("attn.to_out", "row", ("heads", "features")),
+    block="Flux2SingleTransformerBlock",
+    width="attn.inner_dim",
+    attributes={"attn.heads": "heads", "attn.inner_dim": "heads", "attn.mlp_hidden_dim": "attn.to_out"},
 )
 
 FLUX2 = ModelFamily(

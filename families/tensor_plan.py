@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 # What the divided dimension of a layer counts: all heads, the heads of keys and values where those are fewer, or
 # features that may be cut anywhere.
@@ -110,12 +110,36 @@ QKV: tuple[Unit, ...] = ("heads", "heads", "heads")
 FEATURES: tuple[Unit, ...] = ("features",)
 
 
-def mlp_plan(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divided]:
-    """The linears of an MLP: the first may pack a gate beside what it gates, or be a pattern of both."""
-    return (
-        Divided(first, "column", FEATURES, into=second),
-        Divided(second, "row", FEATURES, sum_after=sum_after),
-    )
+# How linears are divided whose patterns stand behind one of these words in `plan`.
+_WAYS: Mapping[str, tuple[Direction, tuple[Unit, ...]]] = {
+    "heads": ("column", HEADS),
+    "kv_heads": ("column", KV_HEADS),
+    "qkv": ("column", QKV),
+    "features": ("column", FEATURES),
+    "back": ("row", HEADS),
+    "features_back": ("row", FEATURES),
+    "gathered": ("gathered", FEATURES),
+}
+
+
+def plan(*first: Divided, mlp: str = "", **said: Any) -> tuple[TensorPlan, ...]:
+    """A plan for one kind of block, with its linears as patterns between blanks: "name" or "name/sum_after".
+
+    Args:
+        first: linears that are none of _WAYS.
+        mlp: "first>second", where the first may pack a gate beside what it gates, or "gate,up>down/sum_after".
+        said: patterns by words of _WAYS, and other arguments of TensorPlan.
+    """
+    found = list(first)
+    for way in [each for each in said if each in _WAYS]:
+        for linear, _, after in (item.partition("/") for item in said.pop(way).split()):
+            found.append(Divided(linear, *_WAYS[way], sum_after=after))
+    for item in mlp.split():
+        names, _, after = item.partition("/")
+        ahead, _, second = names.partition(">")
+        found += [Divided(each, "column", FEATURES, into=second) for each in ahead.split(",")]
+        found.append(Divided(second, "row", FEATURES, sum_after=after))
+    return (TensorPlan(tuple(found), **said),)
 
 
 Range = tuple[int, int]  # first, behind the last

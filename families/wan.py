@@ -31,7 +31,7 @@ from .spec import (
     TimestepSpec,
     Variant,
 )
-from .tensor_plan import HEADS, Divided, TensorPlan, mlp_plan
+from .tensor_plan import plan
 
 # WanPipeline cuts the states to the caption's length and pads with zeros; the transformer sees no mask.
 _UMT5 = TextEncoderSpec(
@@ -276,18 +276,14 @@ _RENAMES = (
 )
 
 # q and k are normalised over all heads.
-_TENSOR = (
-    TensorPlan(
-        linears=(
-            Divided("attn[12].to_[qkv]", "column", HEADS),
-            Divided("attn[12].to_out.0", "row", HEADS),
-            *mlp_plan("ffn.net.0.proj", "ffn.net.2"),
-        ),
-        num_heads="attn1.heads",
-        width="attn1.inner_dim",
-        attributes={"attn[12].heads": "heads"},
-        norms=("attn[12].norm_[qk]",),
-    ),
+_TENSOR = plan(
+    heads="attn[12].to_[qkv]",
+    back="attn[12].to_out.0",
+    mlp="ffn.net.0.proj>ffn.net.2",
+    num_heads="attn1.heads",
+    width="attn1.inner_dim",
+    attributes={"attn[12].heads": "heads"},
+    norms=("attn[12].norm_[qk]",),
 )
 
 WAN = ModelFamily(

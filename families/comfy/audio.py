@@ -1,70 +1,9 @@
-"""ComfyUI's audio models, one row each, and how their blocks are divided among cards; see block_plans.py."""
+"""ComfyUI's audio models, one row each."""
 
 from __future__ import annotations
 
-from ..tensor_plan import FEATURES, HEADS, KV_HEADS, QKV, Divided, TensorPlan, mlp_plan
+from . import block_plans
 from .native import NativeModel
-
-# comfy/ldm/ace/attention.py. The MLP is of convolutions and stays whole: half of the products of a block.
-ACE_STEP = (
-    TensorPlan(
-        linears=(
-            Divided("*attn.to_[qkv]", "column", HEADS),
-            Divided("*attn.to_out.0", "row", HEADS),
-        ),
-        width="attn.inner_dim",
-        attributes={"*attn.heads": "heads"},
-    ),
-)
-
-# comfy/ldm/ace/ace_step15.py
-ACE_STEP_15 = (
-    TensorPlan(
-        linears=(
-            Divided("*_attn.q_proj", "column", HEADS),
-            Divided("*_attn.[kv]_proj", "column", KV_HEADS),
-            Divided("*_attn.o_proj", "row", HEADS),
-            Divided("mlp.gate_proj", "column", FEATURES, into="mlp.down_proj"),
-            *mlp_plan("mlp.up_proj", "mlp.down_proj"),
-        ),
-        num_heads="self_attn.num_heads",
-        num_kv_heads="self_attn.num_kv_heads",
-        width="self_attn.q_proj.out_features",
-        attributes={"*_attn.num_heads": "heads", "*_attn.num_kv_heads": "kv_heads"},
-    ),
-)
-
-# comfy/ldm/audio/dit.py: the cross-attention has fewer heads of keys and values where its text is narrower.
-# Differential attention packs queries and keys twice.
-STABLE_AUDIO = (
-    TensorPlan(
-        linears=(
-            Divided("self_attn.to_qkv", "column", HEADS, repeats=True),
-            Divided("cross_attn.to_q", "column", HEADS, repeats=True),
-            Divided("cross_attn.to_kv", "column", KV_HEADS, repeats=True),
-            Divided("*_attn.to_out", "row", HEADS),
-            *mlp_plan("ff.ff.0.proj", "ff.ff.2"),
-        ),
-        num_heads="self_attn.num_heads",
-        num_kv_heads="cross_attn.kv_heads",
-        width="self_attn.dim",
-        attributes={"*_attn.num_heads": "heads", "self_attn.kv_heads": "heads", "cross_attn.kv_heads": "kv_heads"},
-    ),
-)
-
-# comfy/ldm/minimax_music/dit.py
-MINIMAX_MUSIC_3 = (
-    TensorPlan(
-        linears=(
-            Divided("self_attn.to_qkv", "column", QKV),
-            Divided("self_attn.to_out", "row", HEADS),
-            *mlp_plan("ff.ff.0.proj", "ff.ff.2"),
-        ),
-        num_heads="self_attn.num_heads",
-        width="self_attn.to_out.in_features",
-    ),
-)
-
 
 AUDIO_MODELS: tuple[NativeModel, ...] = (
     NativeModel(
@@ -73,7 +12,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("transformer_blocks",),
         tail=("final_layer",),
         note="ACE-Step 1; the lyric encoder's own layers stay on the main device",
-        tensor=ACE_STEP,
+        tensor=block_plans.ACE_STEP,
         text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call
         is_joint=False,
     ),
@@ -87,7 +26,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         read_by_tail={"decoder.time_embed": 0, "decoder.time_embed_r": 0},
         mixes_early=True,  # it adds the two
         note="ACE-Step 1.5; the tail mixes a free parameter with the stream, and the forward knows no patches",
-        tensor=ACE_STEP_15,
+        tensor=block_plans.ACE_STEP_15,
         no_forecast="its forward depends on numbers of text and reference; a dry run has shapes",
         text_modules=("cross_attn.[kv]_proj",),
         is_joint=False,
@@ -99,7 +38,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         tail=("transformer.project_out", "postprocess_conv"),
         replace_keys={"double_block": "transformer.layers"},
         note="Stable Audio 1 and 3; a stand-in for a block of 3 is not handed local_add_cond",
-        tensor=STABLE_AUDIO,
+        tensor=block_plans.STABLE_AUDIO,
         text_modules=("cross_attn.to_kv",),
         sample_modules=("to_scale_shift_gate.*",),
         is_joint=False,
@@ -110,7 +49,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("diffusion_transformer.transformer.layers",),
         tail=("diffusion_transformer.transformer.project_out", "diffusion_transformer.postprocess_conv"),
         note="long pieces run all blocks once per window; the windows are added up on the main device",
-        tensor=MINIMAX_MUSIC_3,
+        tensor=block_plans.MINIMAX_MUSIC_3,
         is_joint=False,
     ),
     NativeModel(

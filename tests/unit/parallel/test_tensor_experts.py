@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from devicebridge.families.tensor_plan import Divided, TensorPlan, mlp_plan
+from devicebridge.families.tensor_plan import TensorPlan
+from devicebridge.families.tensor_plan import plan as plan_of
 from devicebridge.parallel.local.shards import BlockShard, divide_block, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -19,16 +20,10 @@ from torch.nn import functional as F
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 WIDTH, HIDDEN, HEADS, TOKENS = 16, 24, 4, 11
-PLAN = TensorPlan(
-    linears=(
-        Divided("ff.*.up", "column", ("features",)),
-        Divided("ff.*.down", "row", ("features",), sum_after="ff"),
-        *mlp_plan("tail.up", "tail.down"),
-    ),
-    num_heads="num_heads",
-    head_dim="head_dim",
-    decided=("ff.gate",),
-)
+(PLAN,) = plan_of(
+    features="ff.*.up", features_back="ff.*.down/ff", mlp="tail.up>tail.down",
+    num_heads="num_heads", head_dim="head_dim", decided=("ff.gate",),
+)  # fmt: skip
 
 
 class Mlp(nn.Module):
