@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from . import eight_bit_kernels as kernels
 from .eight_bit_kernels import LARGEST, MAX_INT8_TERMS, SMALLEST_AMAX
-from .kernel_choice import KernelChoice, choose_kernels, kernels_for, slice_weights
+from .kernel_choice import KernelChoice, kernels_for, slice_weights
 from .stored import PACKINGS, ROWS, columns, make_convrot, restore
 
 ROTATIONS = (16, 64, 256)
@@ -65,20 +65,13 @@ def quantize_rows(
         value = value * multiplier
     if rotation is not None:
         value = rotate(value, rotation)
-    smallest, limit = _limits(dtype)
-    amax = value.abs().amax(1, keepdim=True).clamp(min=smallest)  # both keep NaN
+    limit = LARGEST[dtype]
+    amax = value.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX)  # both keep NaN
     largest = torch.full_like(amax, limit)  # by a number, CUDA would multiply with its rounded inverse
     scale = torch.where(amax.isfinite(), amax / largest, torch.nan)
     value = (value * (largest / amax)).clamp_(-limit, limit)
     value = value.round_() if dtype is torch.int8 else value
     return value.to(dtype, memory_format=torch.contiguous_format), scale
-
-
-@torch.compiler.assume_constant_result
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
-    """Smallest amax of a row and largest value of an 8-bit type. A compiler for which sizes are unknowns takes global
-    numbers for unknowns, too, and torch 2.13 then fails in an autograd.Function."""
-    return SMALLEST_AMAX, LARGEST[dtype]
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype, rotation: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -277,12 +270,10 @@ def _product(
 
 
 def _scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float8 product in dtype; never by a .to() that has nothing to do: where a traced autograd.Function returns a
-    tensor that it has under a second name, compiled code of torch 2.11 replaces its gradient by zeros (docs/internals/
-    upstream_facts.md)."""
-    is_fast = b.shape[0] <= _MAX_FAST_TERMS  # of a weight: a number, too, where the sizes of activations are symbols
+    """A float8 product in dtype."""
+    is_fast = b.shape[0] <= _MAX_FAST_TERMS
     out = torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
-    return out if dtype is torch.bfloat16 else out.to(dtype)
+    return out.to(dtype)
 
 
 def _grad_input_by_slices(
@@ -303,7 +294,6 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)  # type: ignore[arg-type]
 
 
-@torch.compiler.assume_constant_result
 def _slice_width(device: torch.device, num_out: int, num_in: int) -> int:
     """Columns of a weight to transpose at a time; all slices are about equal: a narrow rest would idle a large card."""
     count = math.ceil(num_out * num_in / slice_weights(device))
@@ -311,40 +301,6 @@ def _slice_width(device: torch.device, num_out: int, num_in: int) -> int:
 
 
 # ---- under torch.compile
-
-
-def compiled_linear8(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None, packing: str = ""
-) -> Tensor:
-    """linear8 as the compiler sees it: where it can, rounding x joins the kernel that made x."""
-    if packing or not (_has_rowwise_products(x.device, weight.dtype) and _fits(x, weight, terms=weight.shape[1])):
-        return _linear8_op(x, weight, scale, bias, rotation, packing)
-    a, a_scale = quantize_rows(x, weight.dtype)
-    out = _scaled_product(a, a_scale, weight.t(), scale.t(), x.dtype)
-    return out if bias is None else out + bias
-
-
-def compiled_grad_input8(
-    grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | None, packing: str = ""
-) -> Tensor:
-    """grad_input8 as the compiler sees it: where it can, rounding grad joins the kernel that made grad."""
-    if packing or not (_has_rowwise_products(grad.device, weight.dtype) and _fits(grad, weight, terms=weight.shape[0])):
-        return _grad_input8_op(grad, weight, scale, rotation, packing)
-    h, h_scale = quantize_rows(grad, weight.dtype, multiplier=scale.view(-1))
-    num_out, num_in = weight.shape
-    width = _slice_width(grad.device, num_out, num_in)
-    found = []
-    for start in range(0, num_in, width):
-        turned = _turned_op(weight, start, min(width, num_in - start), h_scale)
-        ones = torch.ones((1, turned.shape[0]), device=grad.device)
-        found.append(_scaled_product(h, h_scale, turned.t(), ones, grad.dtype))
-    return _joined(found)
-
-
-@torch.compiler.assume_constant_result
-def _has_rowwise_products(device: torch.device, dtype: torch.dtype) -> bool:
-    rowwise = KernelChoice("vendor", "transpose", has_triton=True)
-    return dtype is torch.float8_e4m3fn and choose_kernels(device, dtype) == rowwise
 
 
 _library = torch.library.Library("devicebridge", "FRAGMENT")  # torch forgets operators whose library is gone
@@ -364,17 +320,9 @@ def _make_op(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tens
     return getattr(torch.ops.devicebridge, name).default
 
 
-# Named as depending on `after`, a result of the backward: else the compiler might move what depends on weights alone
-# into the forward and keep it until the backward, a second copy of all weights.
-def _turned(weight: Tensor, start: int, width: int, after: Tensor) -> Tensor:
-    piece = weight[:, start : start + width]
-    return kernels.transpose(piece) if kernels_for(weight, weight.dtype).has_triton else piece.t().contiguous()
-
-
-_linear8_op = _make_op("linear8", linear8, lambda x, weight, *others: x.new_empty((x.shape[0], weight.shape[0])))
-_grad_input8_op = _make_op(
+linear8_op = _make_op("linear8", linear8, lambda x, weight, *others: x.new_empty((x.shape[0], weight.shape[0])))
+grad_input8_op = _make_op(
     "grad_input8",
     grad_input8,
     lambda grad, weight, *others: grad.new_empty((grad.shape[0], num_inputs(weight, others[-1]))),
 )
-_turned_op = _make_op("turned", _turned, lambda weight, start, width, after: weight.new_empty((width, weight.shape[0])))

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .eight_bit import (
-    compiled_grad_input8,
-    compiled_linear8,
     grad_input8,
+    grad_input8_op,
     linear8,
+    linear8_op,
     num_inputs,
     quantize_weight,
     rotation_for,
@@ -40,9 +40,8 @@ class _Linear8(torch.autograd.Function):
         ctx.frozen = weight, scale, rotation, packing
         ctx.version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if torch.compiler.is_compiling():
-            return compiled_linear8(x, weight, scale, bias, rotation, packing)
-        return linear8(x, weight, scale, bias, rotation, packing)
+        multiply = linear8_op if torch.compiler.is_compiling() else linear8
+        return multiply(x, weight, scale, bias, rotation, packing)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -51,7 +50,7 @@ class _Linear8(torch.autograd.Function):
         if ctx.version is not None and ctx.version != ctx.frozen[0]._version:  # as autograd does for what it saved
             raise RuntimeError("a frozen 8-bit weight was changed between a forward and its backward")
         if ctx.needs_input_grad[0]:
-            grad_x = (compiled_grad_input8 if torch.compiler.is_compiling() else grad_input8)(grad, *ctx.frozen)
+            grad_x = (grad_input8_op if torch.compiler.is_compiling() else grad_input8)(grad, *ctx.frozen)
         if ctx.needs_input_grad[3]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, None, None, grad_bias, None, None

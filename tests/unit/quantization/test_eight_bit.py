@@ -20,7 +20,7 @@ from devicebridge.quantization.eight_bit import (
     rotate,
 )
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, device_kernels, using_kernels
+from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
 from devicebridge.tests.noise import decibels, gradient
 from torch import nn
 
@@ -442,61 +442,6 @@ def test_a_second_import_under_another_name_works():
         layer, x = convert(Model(torch.float32), INT8).first, make_rows(20, 64)
         parts = (layer.weight.detach(), layer.scale, layer.bias, layer.rotation)
         for module in (again, eight_bit):
-            compiled = torch.compile(module.compiled_linear8, backend="aot_eager", fullgraph=True)
-            assert torch.equal(compiled(x, *parts), layer(x))
+            compiled = torch.compile(module.linear8_op, backend="aot_eager", fullgraph=True)
+            assert torch.equal(compiled(x, *parts, ""), layer(x))
     torch._dynamo.reset()
-
-
-def _rowwise_product(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
-    """CUDA's _scaled_mm, in float32."""
-    assert a.is_contiguous() and b.stride(0) == 1 and scale_b.shape == (1, b.shape[1])
-    return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
-
-
-def _has_rowwise_on_cpu():
-    ones = torch.ones(32, 32).to(torch.float8_e4m3fn)
-    try:
-        torch._scaled_mm(ones, ones.t(), torch.ones(32, 1), torch.ones(1, 32), out_dtype=torch.bfloat16)
-    except RuntimeError:  # torch 2.11
-        return False
-    return True
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bias", "is_dynamic"),
-    [(torch.float32, False, True), (torch.float32, True, False), (torch.bfloat16, True, True)],
-)
-def test_compiled_row_wise_products_pass_gradients_on(monkeypatch, dtype, bias, is_dynamic):
-    """In torch 2.11 a forward that returns a tensor which it has under two names gets zeros for its gradient."""
-    torch._dynamo.reset()
-    layers = [FrozenLinear8.from_linear(nn.Linear(96, 64, bias=bias).to(dtype), FP8) for _ in range(2)]
-
-    def both(x):
-        return layers[0](x) + layers[1](x)
-
-    x, grad = (make_rows(40, width, seed=width).to(dtype).reshape(2, 20, width) for width in (96, 64))
-    expected = gradient(both, x, grad)
-    if not _has_rowwise_on_cpu():
-        monkeypatch.setattr(torch, "_scaled_mm", _rowwise_product)
-    rowwise = torch.compiler.assume_constant_result(lambda device, dtype: True)
-    monkeypatch.setattr(eight_bit, "_has_rowwise_products", rowwise)
-    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)
-    assert decibels(expected.float(), gradient(compiled, x, grad).float()) > 40
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("slice_size", [2**27, 1024], ids=["whole", "slices"])
-def test_what_the_compiler_sees_is_what_eager_code_computes(monkeypatch, slice_size):
-    """The traced forward and backward, with row-wise products in float32 in place of CUDA's."""
-    layer = FrozenLinear8.from_linear(nn.Linear(96, 64), FP8)
-    rows, grad = torch.randn(40, 96), torch.randn(40, 64)
-    expected = eight_bit.linear8(rows, layer.weight, layer.scale, layer.bias, None)
-    expected_grad = eight_bit.grad_input8(grad, layer.weight, layer.scale, None)
-    monkeypatch.setattr(torch, "_scaled_mm", _rowwise_product)
-    monkeypatch.setattr(eight_bit, "_has_rowwise_products", lambda device, dtype: True)
-    with using_kernels(DeviceKernels(device_kernels(rows.device).choices, slice_size)):
-        found = eight_bit.compiled_linear8(rows, layer.weight, layer.scale, layer.bias, None)
-        found_grad = eight_bit.compiled_grad_input8(grad, layer.weight, layer.scale, None)
-    assert found.dtype == found_grad.dtype == torch.float32
-    assert decibels(expected, found) > 45  # both round their sums to bfloat16
-    assert decibels(expected_grad, found_grad) > 45
