@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,19 +53,16 @@ def check_compiled(trainer: Trainer) -> list[BlockDifference]:
     Returns: a comparison of every block and call that could be told apart from rounding.
     Raises: RuntimeError where ranks share the weights and blocks cannot be compiled: the others wait inside a forward.
     """
-    count = trainer.runner.num_replicas
-    with trainer.trial():
-        for microbatch in trainer.microbatches(count):
-            microbatch.prepare()  # what is wrong with the data is not the compiler's fault
-    check = BlockCheck(*(trainer.runner.replica_for(index)[0] for index in range(count)))
+    runner = trainer.runner
+    check = BlockCheck(*(runner.replica_for(index)[0] for index in range(runner.num_replicas)))
     faults = trainer.ranks.gather(_fault(trainer, check))
     fault = next((f"rank {rank}: {text}" if len(faults) > 1 else text for rank, text in enumerate(faults) if text), "")
     if fault:
         _log.warning("blocks are no longer compiled: %s", fault)
         remove_compiled(trainer.compiled)
         trainer.compiled = ()
-    elif check.found and not check.gave_up:
-        _log.info("compiled blocks compute what uncompiled ones do; %s", check.worst)
+    elif check.found and not check.is_full:
+        _log.info("compiled blocks compute what uncompiled ones do; %s", worst_of(check.found))
     release_cached_memory()
     reset_peaks(trainer.devices)
     return check.found
@@ -90,26 +87,20 @@ def _fault(trainer: Trainer, check: BlockCheck) -> str:
             raise RuntimeError(f'{by} fails to compile blocks: {reason}; set train.compile to "off"') from error
         _log.debug("compiled blocks failed", exc_info=True)
         return f"{by} fails: {reason}"
-    if check.gave_up:
-        _log.warning("not all compiled blocks are compared with uncompiled ones: %s", check.gave_up)
-    worst = check.worst
+    if check.is_full:
+        _log.warning("not all compiled blocks are compared with uncompiled ones: comparing needs more memory")
+    worst = worst_of(check.found)
     return f"as {by} compiles them they are wrong: {worst}" if worst is not None and worst.excess > 1 else ""
 
 
 # ---- one block
 
 
-class UncompiledFailed(RuntimeError):
-    """A block's own forward or backward raised what it was raised from."""
-
-
-@dataclass(frozen=True)
-class BlockDifference:
+class BlockDifference(NamedTuple):
     """Of the tensor of a block that is the furthest off for what rounding explains.
 
-    Args:
-        difference: |compiled - plain| / |plain|; infinite where only one has values, or one is not finite.
-        explained: what such a difference may be.
+    difference: |compiled - plain| / |plain|; infinite where only one has values, or one is not finite.
+    explained: what such a difference may be.
     """
 
     name: str
@@ -126,19 +117,16 @@ class BlockDifference:
 
 
 class BlockCheck:
-    """Compares every block that is called (CompiledBlocks.watched), from any thread.
-
-    Where memory does not suffice, or a block fails uncompiled, it compares nothing more.
-    """
+    """Compares every block that is called (CompiledBlocks.watched), from any thread, while memory suffices."""
 
     def __init__(self, *models: nn.Module) -> None:
         self.found: list[BlockDifference] = []
-        self.gave_up = ""  # why it compares nothing more
+        self.is_full = False
         self._names = {module: name for model in models for name, module in model.named_modules()}
 
     def __call__(self, block: nn.Module, compiled: Forward, plain: Forward, arguments: Arguments) -> None:
         alive()
-        if self.gave_up:
+        if self.is_full:
             return
         trained = {name: parameter for name, parameter in block.named_parameters() if parameter.requires_grad}
         try:
@@ -146,18 +134,10 @@ class BlockCheck:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 comparison = compare_forwards(compiled, plain, arguments, trained)
         except torch.cuda.OutOfMemoryError:
-            self.gave_up = "comparing needs more memory"
-            return
-        except UncompiledFailed as error:
-            self.gave_up = f"uncompiled {self._names[block]} fails: {first_line(error.__cause__ or error)}"
+            self.is_full = True
             return
         if comparison is not None:
-            self.found.append(replace(comparison, name=f"{self._names[block]}, {comparison.name}"))
-
-    @property
-    def worst(self) -> BlockDifference | None:
-        """None if nothing was compared."""
-        return worst_of(self.found)
+            self.found.append(comparison._replace(name=f"{self._names[block]}, {comparison.name}"))
 
 
 def worst_of(comparisons: Sequence[BlockDifference]) -> BlockDifference | None:
@@ -173,11 +153,9 @@ def compare_forwards(
     Arguments, the parameters' gradients and the caller's graph are left alone; numbers are drawn from the device's
     generator. Beside a block at work this holds up to four tensors of the size of each input that passes by.
 
-    Args:
-        trained: the block's parameters that train.
-    Raises: UncompiledFailed where plain raises anything but torch.cuda.OutOfMemoryError.
+    trained: the block's parameters that train.
     """
-    with torch.no_grad(), _blaming_the_uncompiled():
+    with torch.no_grad():
         sizes = [output.shape for output in tensors_reached(plain(*arguments[0], **arguments[1]))]
     with _without_zeros(list(trained.values())):
         tries = (_compare_once(compiled, plain, arguments, trained, sizes) for _ in range(_NUM_TRIES))
@@ -212,25 +190,14 @@ def _compare_once(
     sizes: Sequence[torch.Size],
 ) -> BlockDifference | None:
     directions: list[Tensor] = []
-    with _blaming_the_uncompiled():
-        expected = _results(plain, _with_short_streams(arguments, sizes), trained, directions)
-        others = [_rounded_otherwise(each) for each in directions]
-        otherwise = map_tensors(_with_short_streams(arguments, sizes), _rounded_otherwise)
-        again = _results(plain, otherwise, trained, others)
+    expected = _results(plain, _with_short_streams(arguments, sizes), trained, directions)
+    others = [_rounded_otherwise(each) for each in directions]
+    otherwise = map_tensors(_with_short_streams(arguments, sizes), _rounded_otherwise)
+    again = _results(plain, otherwise, trained, others)
     del others, otherwise
     found = _results(compiled, _with_short_streams(arguments, sizes), trained, directions)
     comparisons = [_compare(name, found.get(name), again[name], expected[name]) for name in expected]
     return worst_of([each for each in comparisons if each is not None])
-
-
-@contextmanager
-def _blaming_the_uncompiled() -> Iterator[None]:
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UncompiledFailed(str(error)) from error
 
 
 def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Arguments:
