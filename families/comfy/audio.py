@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import block_plans
+from ..tensor_plan import KV_HEADS, Divided, plan
 from .native import NativeModel
 
 AUDIO_MODELS: tuple[NativeModel, ...] = (
@@ -12,7 +12,10 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("transformer_blocks",),
         tail=("final_layer",),
         note="ACE-Step 1; the lyric encoder's own layers stay on the main device",
-        tensor=block_plans.ACE_STEP,
+        # The MLP is of convolutions and stays whole: half of the products of a block.
+        tensor=plan(
+            heads="*attn.to_[qkv]", back="*attn.to_out.0", width="attn.inner_dim", attributes={"*attn.heads": "heads"}
+        ),
         text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call
         is_joint=False,
     ),
@@ -26,7 +29,16 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         read_by_tail={"decoder.time_embed": 0, "decoder.time_embed_r": 0},
         mixes_early=True,  # it adds the two
         note="ACE-Step 1.5; the tail mixes a free parameter with the stream, and the forward knows no patches",
-        tensor=block_plans.ACE_STEP_15,
+        tensor=plan(
+            heads="*_attn.q_proj",
+            kv_heads="*_attn.[kv]_proj",
+            back="*_attn.o_proj",
+            mlp="mlp.gate_proj,mlp.up_proj>mlp.down_proj",
+            num_heads="self_attn.num_heads",
+            num_kv_heads="self_attn.num_kv_heads",
+            width="self_attn.q_proj.out_features",
+            attributes={"*_attn.num_heads": "heads", "*_attn.num_kv_heads": "kv_heads"},
+        ),
         no_forecast="its forward depends on numbers of text and reference; a dry run has shapes",
         text_modules=("cross_attn.[kv]_proj",),
         is_joint=False,
@@ -38,7 +50,19 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         tail=("transformer.project_out", "postprocess_conv"),
         replace_keys={"double_block": "transformer.layers"},
         note="Stable Audio 1 and 3; a stand-in for a block of 3 is not handed local_add_cond",
-        tensor=block_plans.STABLE_AUDIO,
+        # The cross-attention has fewer heads of keys and values where its text is narrower. Differential attention
+        # packs queries and keys twice.
+        tensor=plan(
+            Divided("self_attn.to_qkv", "column", ("heads",), repeats=True),
+            Divided("cross_attn.to_q", "column", ("heads",), repeats=True),
+            Divided("cross_attn.to_kv", "column", KV_HEADS, repeats=True),
+            back="*_attn.to_out",
+            mlp="ff.ff.0.proj>ff.ff.2",
+            num_heads="self_attn.num_heads",
+            num_kv_heads="cross_attn.kv_heads",
+            width="self_attn.dim",
+            attributes={"*_attn.num_heads": "heads", "self_attn.kv_heads": "heads", "cross_attn.kv_heads": "kv_heads"},
+        ),
         text_modules=("cross_attn.to_kv",),
         sample_modules=("to_scale_shift_gate.*",),
         is_joint=False,
@@ -49,7 +73,13 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("diffusion_transformer.transformer.layers",),
         tail=("diffusion_transformer.transformer.project_out", "diffusion_transformer.postprocess_conv"),
         note="long pieces run all blocks once per window; the windows are added up on the main device",
-        tensor=block_plans.MINIMAX_MUSIC_3,
+        tensor=plan(
+            qkv="self_attn.to_qkv",
+            back="self_attn.to_out",
+            mlp="ff.ff.0.proj>ff.ff.2",
+            num_heads="self_attn.num_heads",
+            width="self_attn.to_out.in_features",
+        ),
         is_joint=False,
     ),
     NativeModel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import block_plans
+from ..tensor_plan import QKV, Divided, plan
 from .native import NativeModel
 
 _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
@@ -19,7 +19,26 @@ FLUX = NativeModel(
     patches_inside=_SELF_ATTENTION,
     note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
     fused_attention=("single_blocks.*.linear1", "single_blocks.*.linear2"),
-    tensor=block_plans.FLUX,
+    tensor=plan(
+        block="DoubleStreamBlock",
+        qkv="*_attn.qkv",
+        back="*_attn.proj",
+        gathered="*_mod.lin",
+        mlp="img_mlp.0>img_mlp.2 txt_mlp.0>txt_mlp.2",
+        features="*_mlp.gate_proj *_mlp.up_proj",  # Yak's
+        features_back="*_mlp.down_proj",
+        num_heads="num_heads",
+        width="hidden_size",
+    )
+    + plan(
+        Divided("linear1", "column", (*QKV, "features"), into="linear2"),
+        Divided("linear2", "row", ("heads", "features")),
+        block="SingleStreamBlock",
+        gathered="modulation.lin",
+        num_heads="num_heads",
+        width="hidden_size",
+        attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
+    ),
 )
 
 CHROMA = dataclasses.replace(
@@ -40,7 +59,13 @@ QWEN_IMAGE = NativeModel(
     patches_between={"double_block": ("img", "txt", "x")},
     patches_inside=("attn1_patch",),
     note="blocks return text first; with references at timestep zero their modulation has twice the batch",
-    tensor=block_plans.QWEN_IMAGE,
+    tensor=plan(
+        heads="attn.to_[qkv] attn.add_[qkv]_proj",
+        back="attn.to_out.0/attn.to_out.1 attn.to_add_out",  # a dropout may read what it passes on
+        mlp="img_mlp.net.0.proj>img_mlp.net.2 txt_mlp.net.0.proj>txt_mlp.net.2",
+        gathered="*_mod.1",  # a third of the model's weights
+        width="attn.inner_dim",
+    ),
 )
 
 SD3 = NativeModel(
@@ -51,7 +76,17 @@ SD3 = NativeModel(
     replace_keys={"double_block": "joint_blocks"},
     control_keys=("output",),
     note="SD3 and SD3.5; the last block returns no context",
-    tensor=block_plans.SD3,
+    # the context's last block has neither projection nor MLP
+    tensor=plan(
+        block="JointBlock",
+        qkv="*_block.attn*.qkv",
+        back="*_block.attn*.proj",
+        mlp="x_block.mlp.fc1>x_block.mlp.fc2 context_block.mlp.fc1>context_block.mlp.fc2",
+        gathered="*_block.adaLN_modulation.1",
+        num_heads="x_block.attn.num_heads",
+        width="x_block.attn.qkv.in_features",
+        attributes={"*_block.attn*.num_heads": "heads"},
+    ),
 )
 
 NEXT_DIT = NativeModel(
@@ -62,7 +97,18 @@ NEXT_DIT = NativeModel(
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
     front_parameters=("x_pad_token", "cap_pad_token", "siglip_pad_token"),
     note="Lumina 2 and Z-Image; the refiners stay on the main device; a patch may write to its img and txt in place",
-    tensor=block_plans.NEXT_DIT,
+    # Lumina 2 has fewer heads of keys and values, Z-Image as many
+    tensor=plan(
+        Divided("attention.qkv", "column", ("heads", "kv_heads", "kv_heads")),
+        block="JointTransformerBlock",
+        back="attention.out",
+        features="feed_forward.w[13]",
+        features_back="feed_forward.w2",
+        gathered="adaLN_modulation.*",
+        num_heads="attention.n_local_heads",
+        num_kv_heads="attention.n_local_kv_heads",
+        width="attention.out.in_features",
+    ),
 )
 
 OMNIGEN_2 = NativeModel(
@@ -72,7 +118,16 @@ OMNIGEN_2 = NativeModel(
     tail=("norm_out",),
     front_parameters=("image_index_embedding",),
     note="the three refiners, two blocks each, stay on the main device",
-    tensor=block_plans.OMNIGEN_2,
+    tensor=plan(
+        block="OmniGen2TransformerBlock",
+        heads="attn.to_q",
+        kv_heads="attn.to_[kv]",
+        back="attn.to_out.0",
+        mlp="feed_forward.linear_[13]>feed_forward.linear_2",
+        gathered="norm1.linear",
+        num_kv_heads="attn.kv_heads",
+        width="attn.to_q.out_features",
+    ),
     sample_modules=("*norm?.linear",),
 )
 
@@ -85,7 +140,15 @@ PIXEL_DIT = NativeModel(
     front_parameters=("y_pos_embedding",),
     ends_on_main_device=True,
     in_place=("pixel_blocks.0", "pixel_blocks.1"),
-    tensor=block_plans.PIXEL_DIT,
+    # PiD's blocks, too
+    tensor=plan(
+        qkv="attn.qkv_?",
+        back="attn.proj_?",
+        mlp="mlp_x.w[13]>mlp_x.w2 mlp_y.w[13]>mlp_y.w2",
+        gathered="adaLN_*.0",
+        num_heads="attn.num_heads",
+        width="attn.proj_x.in_features",
+    ),
     text_modules=("attn.*_y", "mlp_y.*"),
     is_joint=False,
 )
@@ -127,7 +190,15 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         evidence="outside",
         remembers=("prefix_cache",),
         forgets_if_patched=True,
-        tensor=block_plans.QWEN_IMAGE_21,
+        # Newer than 0.33.0; gate and what it gates are one layer or two
+        tensor=plan(
+            Divided("img_mlp.gate_up", "column", ("features",), into="img_mlp.out"),
+            heads="attn.to_[qkv]",
+            back="attn.to_out.0",
+            features="img_mlp.gate_layer img_mlp.proj",
+            features_back="img_mlp.out/img_mlp",
+            width="attn.to_out.0.in_features",
+        ),
         note="blocks are handed an attention function that holds masks, or keys and values kept from the first step",
     ),
     dataclasses.replace(
@@ -142,7 +213,13 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.lens.model",
         patches_inside=(),
         note="blocks return text first, as Qwen-Image's do",
-        tensor=block_plans.LENS,
+        tensor=plan(
+            qkv="attn.*_qkv",
+            back="attn.to_out.0 attn.to_add_out",
+            mlp="img_mlp.w[13]>img_mlp.w2 txt_mlp.w[13]>txt_mlp.w2",
+            gathered="*_mod.1",
+            width="attn.inner_dim",
+        ),
         is_joint=False,
     ),
     SD3,
@@ -189,7 +266,19 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         transport="relay",
         note="before every block that layer's text states are joined to the stream, and they are on the main device",
-        tensor=block_plans.HIDREAM,
+        # q and k are normalised over all heads. Experts and the shared one add up, and which token goes to which
+        # expert is chosen before them. A build without experts has the names of one.
+        tensor=plan(
+            heads="block.attn1.to_[qkv] block.attn1.to_[qkv]_t",
+            back="block.attn1.to_out block.attn1.to_out_t",
+            features="block.ff_[it].*w[13]",
+            features_back="block.ff_i.*w2/block.ff_i block.ff_t.w2",
+            gathered="block.adaLN_modulation.1",
+            num_heads="block.attn1.heads",
+            width="block.attn1.inner_dim",
+            norms=("block.attn1.[qk]_rms_norm*",),
+            decided=("block.ff_i.gate",),
+        ),
         no_forecast="its experts are chosen by the numbers that they compute with",
         text_modules=("*_t", "*.ff_t.*"),
         routed_modules={"*.experts.*": 0.5},  # two of four
@@ -202,7 +291,16 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         front_parameters=("positional_encoding", "register_tokens"),
         replace_keys={"double_block": "double_layers", "single_block": "single_layers"},
         note="the final modulation is applied to the stream outside any module",
-        tensor=block_plans.AURA_FLOW,
+        # both kinds of block
+        tensor=plan(
+            heads="attn.w[12][qkv]",
+            back="attn.w[12]o",
+            features="mlp*.c_fc[12]",
+            features_back="mlp*.c_proj",
+            gathered="mod*.1",
+            num_heads="attn.n_heads",
+            width="attn.w1q.out_features",
+        ),
         text_modules=("mlpC.*",),
     ),
     NativeModel(
@@ -220,7 +318,23 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.boogu.model",
         block_lists=("double_stream_layers", "single_stream_layers"),
         note="OmniGen 2 with double blocks before the single ones; the refiners stay on the main device",
-        tensor=block_plans.BOOGU,
+        # img_instruct_attn.to_out.0 takes whole sums and is whole: one of 24 such matrices of a block
+        tensor=(
+            plan(
+                block="BooguDoubleStreamBlock",
+                heads="img_instruct_attn.processor.*_to_q img_self_attn.to_q",
+                kv_heads="img_instruct_attn.processor.*_to_[kv] img_self_attn.to_[kv]",
+                back="img_instruct_attn.processor.*_out img_self_attn.to_out.0",
+                mlp="img_feed_forward.linear_[13]>img_feed_forward.linear_2 "
+                "instruct_feed_forward.linear_[13]>instruct_feed_forward.linear_2",
+                gathered="*_norm?.linear",
+                num_heads="img_self_attn.heads",
+                num_kv_heads="img_self_attn.kv_heads",
+                width="img_self_attn.to_q.out_features",
+                attributes={"img_*attn.heads": "heads", "img_*attn.kv_heads": "kv_heads"},
+            )
+            + OMNIGEN_2.tensor
+        ),
         text_modules=("instruct_*", "*.instruct_*"),
     ),
     NativeModel(
@@ -230,7 +344,14 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("norm_out", "proj_out"),
         replace_keys={"double_block": "double_blocks"},
         note="nothing but the stream between blocks",
-        tensor=block_plans.JOY_IMAGE,
+        # Modulation is a table of the block.
+        tensor=plan(
+            qkv="attn.*_attn_qkv",
+            back="attn.*_attn_proj",
+            mlp="img_mlp.net.0.proj>img_mlp.net.2 txt_mlp.net.0.proj>txt_mlp.net.2",
+            num_heads="attn.num_attention_heads",
+            width="attn.img_attn_proj.in_features",
+        ),
         is_joint=False,
     ),
     NativeModel(
@@ -240,7 +361,15 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("last",),
         patches_inside=_SELF_ATTENTION,
         note="the text fusion's own blocks stay on the main device",
-        tensor=block_plans.KREA_2,
+        # The gate is one number per feature of every head of queries
+        tensor=plan(
+            heads="attn.wq attn.gate",
+            kv_heads="attn.w[kv]",
+            back="attn.wo",
+            mlp="mlp.gate,mlp.up>mlp.down",
+            num_kv_heads="attn.kvheads",
+            width="attn.wq.out_features",
+        ),
     ),
     NativeModel(
         class_name="ErnieImageModel",
@@ -248,7 +377,14 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_norm", "final_linear"),
         note="one modulation, a list of tensors, for all blocks",
-        tensor=block_plans.ERNIE_IMAGE,
+        # all blocks share one modulation
+        tensor=plan(
+            heads="self_attention.to_[qkv]",
+            back="self_attention.to_out.0",
+            mlp="mlp.gate_proj,mlp.up_proj>mlp.linear_fc2",
+            num_heads="self_attention.heads",
+            width="self_attention.inner_dim",
+        ),
     ),
     NativeModel(
         class_name="Ideogram4Transformer2DModel",
@@ -256,7 +392,14 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_layer",),
         note="one packed sequence of text and image",
-        tensor=block_plans.IDEOGRAM_4,
+        tensor=plan(
+            qkv="attention.qkv",
+            back="attention.o",
+            mlp="feed_forward.w[13]>feed_forward.w2",
+            gathered="adaln_modulation",
+            num_heads="attention.num_heads",
+            width="attention.hidden_size",
+        ),
     ),
     NativeModel(
         class_name="HiDreamO1Transformer",
@@ -301,7 +444,18 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         control_keys=("output",),
         note="HunyuanDiT; a ControlNet is added to a skip, and the two are on different cards otherwise",
-        tensor=block_plans.HUNYUAN_DIT,
+        # skip_linear takes the stream and a skip, normalised together, and gives half as much
+        tensor=plan(
+            Divided("attn2.kv_proj", "column", ("heads", "heads")),
+            qkv="attn1.Wqkv",
+            heads="attn2.q_proj",
+            back="attn?.out_proj",
+            mlp="mlp.fc1>mlp.fc2",
+            gathered="default_modulation.1 skip_linear",
+            num_heads="attn1.num_heads",
+            width="attn1.dim",
+            attributes={"attn?.num_heads": "heads"},
+        ),
         text_modules=("attn2.kv_proj",),
         is_joint=False,
     ),

@@ -94,32 +94,7 @@ FLUX = TokenPlan(
     own=("txt",),
     control="img",
 )
-HUNYUAN_VIDEO = replace(
-    FLUX,
-    blocks={**FLUX.blocks, "single_blocks": replace(FLUX.blocks["single_blocks"], counts="modulation_dims=txt+img")},
-)
-HUNYUAN_3D = TokenPlan(
-    {
-        "double_blocks": BlockRows("img=img@1 txt=txt@1", "=txt+img"),
-        "single_blocks": BlockRows("x=txt+img@1", "=txt+img"),
-    },
-    out="=txt+img@1",
-    own=("txt",),
-)
 WAN = _one("x=x@1 freqs=x@1 e=e@1", "self_attn=x", aligned="e x")  # the 5B's e has a row per frame
-WAN_CAMERA = _one("x=x@1 freqs=x@1", "self_attn=x")
-WAN_VACE = TokenPlan(
-    {
-        "blocks": BlockRows("x=x@1 freqs=x@1", "self_attn=x"),
-        "vace_blocks": BlockRows("c=x@1 x=x@1 kwargs.freqs=x@1", "self_attn=x"),
-    },
-    out="",
-    tail="head=x@1",  # a block of vace may follow the last main one
-)
-WAN_S2V = replace(WAN, out="", tail="head=x@1", between="audio_injector=x@1")
-WAN_HUMO = _one("x=x@1 freqs=x@1 e=e@1 audio=a@1", "self_attn=x", aligned="a:16 x e")
-WAN_ANIMATE = replace(WAN, out="", tail="head=x@1", between="face_adapter.fuser_blocks=x@1")
-WAN_DANCER = replace(WAN, out="", tail="head=x@1 head_global=x@1", between="music_injector=x@1")
 QWEN_IMAGE = _one(
     "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb=txt+img@2 encoder_hidden_states_mask=txt@1",
     "attn=txt+img",
@@ -129,26 +104,7 @@ QWEN_IMAGE = _one(
     control="img",
     cuts_masks=True,
 )
-QWEN_IMAGE_21 = _one("x=x@1 pe=x@1", "attn=x", "transformer_blocks", "prefix_len=x", changes={"attn_fn": _block_causal})
-LENS = _one(
-    "hidden_states=img@1 encoder_hidden_states=txt@1 freqs_cis=img+txt@2 attention_mask=img+txt@3",
-    "attn=img+txt",
-    "transformer_blocks",
-    out="1=img@1",
-    control="img",
-    cuts_masks=True,
-)
-SD3 = _one("args.0=txt@1 args.1=x@1", "=txt+x/x", "joint_blocks", out="1=x@1", control="x")
 NEXT_DIT = _one("x=x@1 freqs_cis=x@1", "attention=x", "layers", "timestep_zero_index=x")
-HIDREAM = TokenPlan(
-    {
-        "double_stream_blocks": BlockRows("image_tokens=img@1 text_tokens=txt@1 rope=img+txt@1", "block.attn1=img+txt"),
-        "single_stream_blocks": BlockRows("image_tokens=img+txt@1 rope=img+txt@1", "block.attn1=img+txt"),
-    },
-    out="",
-    tail="final_layer=img@1",
-    whole=("txt",),  # each block's own states of the text are joined to it between blocks
-)
 HIDREAM_O1 = TokenPlan(
     {
         "language_model.layers": BlockRows(
@@ -160,57 +116,12 @@ HIDREAM_O1 = TokenPlan(
     },
     out="0=x@1",
 )
-AURA_FLOW = TokenPlan(
-    {
-        "double_layers": BlockRows("c=txt@1 x=img@1", "attn=txt+img"),
-        "single_layers": BlockRows("cx=txt+img@1", "attn=txt+img"),
-    },
-    out="=txt+img@1",
-    own=("txt",),
-)
-PIXART = _one("x=x@1", "attn=x", passes_options=False)
-OMNIGEN_2 = _one("hidden_states=x@1 image_rotary_emb=x@1", "attn=x", "layers")
-BOOGU = TokenPlan(
-    {
-        "double_stream_layers": BlockRows(
-            "img_hidden_states=img@1 instruct_hidden_states=txt@1 joint_rotary_emb=txt+img@1 img_rotary_emb=img@1",
-            "img_instruct_attn.processor=txt+img img_self_attn=img",
-        ),
-        "single_stream_layers": BlockRows("hidden_states=txt+img@1 image_rotary_emb=txt+img@1", "attn=txt+img"),
-    },
-    out="=txt+img@1",
-)
-JOY_IMAGE = _one(
-    "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb=img@1",
-    "attn=img+txt",
-    "double_blocks",
-    out="0=img@1",
-)
-KREA_2 = _one("x=x@1 freqs=x@2", "attn=x", counts="timestep_zero_index=x")
-ERNIE = _one("x=x@1 rotary_pos_emb=x@1", "self_attention=x", "layers", passes_options=False)
-IDEOGRAM_4 = _one("x=x@1 freqs_cis=x@1", "attention=x", "layers")
 PIXEL_DIT = _one("x=x@1 y=y@1 pos_img=x@0 pos_txt=y@0", "attn=y+x", "patch_blocks", out="0=x@1")
-PID = replace(PIXEL_DIT, between="lq_proj.gate_modules=x@1")
-HUNYUAN_DIT = _one("x=x@1 skip=x@1 freq_cis_img.0=x@0 freq_cis_img.1=x@0", "attn1=x", control="x", passes_options=False)
-HUNYUAN_3D_21 = _one("hidden_states=x@1 skip_tensor=x@1", "attn1=x", passes_options=False)
-TRIPO_SPLAT = _one("x=x@1 rotary_emb=x@1", "attn=x")
-LTXV = _one(
-    "x=x@1 timestep=x@1 pe.0=x@1", "attn1=x", "transformer_blocks", changes={"self_attention_mask": _ltx_guides}
-)
 _LTX_TIMES = ("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")  # with a row per frame
 _LTXAV_ROWS = (
     "x.0=v@1 x.1=a@1 v_pe.0=v@1 a_pe.0=a@1 v_cross_pe.0=v@1 a_cross_pe.0=a@1",
     *(f"{name}.data=f@1 a{name[1:]}=a@1" for name in _LTX_TIMES),
 )
-LTXAV = _one(
-    " ".join(_LTXAV_ROWS),
-    "attn1=v audio_attn1=a audio_to_video_attn=a video_to_audio_attn=v",
-    "transformer_blocks",
-    " ".join(f"{name}.num_frames=f" for name in _LTX_TIMES),
-    out="0=v@1 1=a@1",
-    aligned="f v",
-)
-MINIMAX_H3 = _one("x=x@0 rope_freqs=x@1", "attn=x", counts="mod_segments=x", out="=x@0")
 _COSMOS_FRAMES = "x_B_T_H_W_D=t@1 emb_B_T_D=t@1 adaln_lora_B_T_3D=t@1 extra_per_block_pos_emb=t@1 rope_emb_L_1_1_D=x@1"
 _COSMOS_ROWS = "x_B_T_H_W_D=t@2 extra_per_block_pos_emb=t@2 rope_emb_L_1_1_D=x@1"  # of patches, of one frame
 COSMOS_2 = _one(
@@ -220,73 +131,140 @@ COSMOS_2 = _one(
     out="=t@1",
     one_frame=_one(_COSMOS_ROWS, "self_attn=x", aligned="t x", out="=t@2"),
 )
-MOCHI = _one(
-    "x=x@1 attn_kwargs.rope_cos=x@0 attn_kwargs.rope_sin=x@0 attn_kwargs.crop_y=crop@0",
-    "attn=x+crop",
-    out="0=x@1",
-    whole=("crop",),
-)
-KANDINSKY_5 = _one("visual_embed=x@1 freqs=x@1", "self_attention=x", "visual_transformer_blocks")
-COGVIDEOX = _one(
-    "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb.0=img@0 image_rotary_emb.1=img@0",
-    "=txt+img",
-    out="0=img@1",
-)
-ACE_STEP_15 = _one(
-    "hidden_states=x@1 position_embeddings.0=x@0 position_embeddings.1=x@0",
-    "self_attn=x",
-    "decoder.layers",
-    makes_mask=_sliding_window,
-    passes_options=False,
-)
-STABLE_AUDIO = _one(
-    "local_add_cond=a@1 x=m?+a@1 rotary_pos_emb.0=m?+a@0", "self_attn=m?+a", "transformer.layers", out="=m?+a@1"
-)
-MINIMAX_MUSIC = _one(
-    "x=x@1 rotation_matrix=x@2", "self_attn=x", "diffusion_transformer.transformer.layers", passes_options=False
-)
 
 TOKEN_PLANS: dict[str, TokenPlan] = {
     **dict.fromkeys(("Flux", "Chroma", "ChromaRadiance"), FLUX),
-    "HunyuanVideo": HUNYUAN_VIDEO,
-    "Hunyuan3Dv2": HUNYUAN_3D,
+    "HunyuanVideo": replace(
+        FLUX,
+        blocks={
+            **FLUX.blocks,
+            "single_blocks": replace(FLUX.blocks["single_blocks"], counts="modulation_dims=txt+img"),
+        },
+    ),
+    "Hunyuan3Dv2": TokenPlan(
+        {
+            "double_blocks": BlockRows("img=img@1 txt=txt@1", "=txt+img"),
+            "single_blocks": BlockRows("x=txt+img@1", "=txt+img"),
+        },
+        out="=txt+img@1",
+        own=("txt",),
+    ),
     **dict.fromkeys(("WanModel", "SCAILWanModel", "SCAIL2WanModel"), WAN),
-    "CameraWanModel": WAN_CAMERA,
-    "VaceWanModel": WAN_VACE,
-    "WanModel_S2V": WAN_S2V,
-    "HumoWanModel": WAN_HUMO,
-    "AnimateWanModel": WAN_ANIMATE,
-    "WanDancerModel": WAN_DANCER,
+    "CameraWanModel": _one("x=x@1 freqs=x@1", "self_attn=x"),
+    "VaceWanModel": TokenPlan(
+        {
+            "blocks": BlockRows("x=x@1 freqs=x@1", "self_attn=x"),
+            "vace_blocks": BlockRows("c=x@1 x=x@1 kwargs.freqs=x@1", "self_attn=x"),
+        },
+        out="",
+        tail="head=x@1",  # a block of vace may follow the last main one
+    ),
+    "WanModel_S2V": replace(WAN, out="", tail="head=x@1", between="audio_injector=x@1"),
+    "HumoWanModel": _one("x=x@1 freqs=x@1 e=e@1 audio=a@1", "self_attn=x", aligned="a:16 x e"),
+    "AnimateWanModel": replace(WAN, out="", tail="head=x@1", between="face_adapter.fuser_blocks=x@1"),
+    "WanDancerModel": replace(WAN, out="", tail="head=x@1 head_global=x@1", between="music_injector=x@1"),
     **dict.fromkeys(("QwenImageTransformer2DModel", "MageFlowTransformer2DModel"), QWEN_IMAGE),
-    "QwenImage21Transformer2DModel": QWEN_IMAGE_21,
-    "LensTransformer2DModel": LENS,
-    "OpenAISignatureMMDITWrapper": SD3,
+    "QwenImage21Transformer2DModel": _one(
+        "x=x@1 pe=x@1", "attn=x", "transformer_blocks", "prefix_len=x", changes={"attn_fn": _block_causal}
+    ),
+    "LensTransformer2DModel": _one(
+        "hidden_states=img@1 encoder_hidden_states=txt@1 freqs_cis=img+txt@2 attention_mask=img+txt@3",
+        "attn=img+txt",
+        "transformer_blocks",
+        out="1=img@1",
+        control="img",
+        cuts_masks=True,
+    ),
+    "OpenAISignatureMMDITWrapper": _one(
+        "args.0=txt@1 args.1=x@1", "=txt+x/x", "joint_blocks", out="1=x@1", control="x"
+    ),
     **dict.fromkeys(("NextDiT", "NextDiTPixelSpace"), NEXT_DIT),
-    "HiDreamImageTransformer2DModel": HIDREAM,
+    "HiDreamImageTransformer2DModel": TokenPlan(
+        {
+            "double_stream_blocks": BlockRows(
+                "image_tokens=img@1 text_tokens=txt@1 rope=img+txt@1", "block.attn1=img+txt"
+            ),
+            "single_stream_blocks": BlockRows("image_tokens=img+txt@1 rope=img+txt@1", "block.attn1=img+txt"),
+        },
+        out="",
+        tail="final_layer=img@1",
+        whole=("txt",),  # each block's own states of the text are joined to it between blocks
+    ),
     "HiDreamO1Transformer": HIDREAM_O1,
-    "MMDiT": AURA_FLOW,
-    "PixArtMS": PIXART,
-    "OmniGen2Transformer2DModel": OMNIGEN_2,
-    "BooguTransformer2DModel": BOOGU,
-    "JoyImageTransformer3DModel": JOY_IMAGE,
-    "SingleStreamDiT": KREA_2,
-    "ErnieImageModel": ERNIE,
-    "Ideogram4Transformer2DModel": IDEOGRAM_4,
+    "MMDiT": TokenPlan(
+        {
+            "double_layers": BlockRows("c=txt@1 x=img@1", "attn=txt+img"),
+            "single_layers": BlockRows("cx=txt+img@1", "attn=txt+img"),
+        },
+        out="=txt+img@1",
+        own=("txt",),
+    ),
+    "PixArtMS": _one("x=x@1", "attn=x", passes_options=False),
+    "OmniGen2Transformer2DModel": _one("hidden_states=x@1 image_rotary_emb=x@1", "attn=x", "layers"),
+    "BooguTransformer2DModel": TokenPlan(
+        {
+            "double_stream_layers": BlockRows(
+                "img_hidden_states=img@1 instruct_hidden_states=txt@1 joint_rotary_emb=txt+img@1 img_rotary_emb=img@1",
+                "img_instruct_attn.processor=txt+img img_self_attn=img",
+            ),
+            "single_stream_layers": BlockRows("hidden_states=txt+img@1 image_rotary_emb=txt+img@1", "attn=txt+img"),
+        },
+        out="=txt+img@1",
+    ),
+    "JoyImageTransformer3DModel": _one(
+        "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb=img@1",
+        "attn=img+txt",
+        "double_blocks",
+        out="0=img@1",
+    ),
+    "SingleStreamDiT": _one("x=x@1 freqs=x@2", "attn=x", counts="timestep_zero_index=x"),
+    "ErnieImageModel": _one("x=x@1 rotary_pos_emb=x@1", "self_attention=x", "layers", passes_options=False),
+    "Ideogram4Transformer2DModel": _one("x=x@1 freqs_cis=x@1", "attention=x", "layers"),
     "PixDiT_T2I": PIXEL_DIT,
-    "PidNet": PID,
-    "HunYuanDiT": HUNYUAN_DIT,
-    "HunYuanDiTPlain": HUNYUAN_3D_21,
-    "LatentSeqMMFlowModel": TRIPO_SPLAT,
-    "LTXVModel": LTXV,
-    "LTXAVModel": LTXAV,
-    "MiniMaxH3Model": MINIMAX_H3,
+    "PidNet": replace(PIXEL_DIT, between="lq_proj.gate_modules=x@1"),
+    "HunYuanDiT": _one(
+        "x=x@1 skip=x@1 freq_cis_img.0=x@0 freq_cis_img.1=x@0", "attn1=x", control="x", passes_options=False
+    ),
+    "HunYuanDiTPlain": _one("hidden_states=x@1 skip_tensor=x@1", "attn1=x", passes_options=False),
+    "LatentSeqMMFlowModel": _one("x=x@1 rotary_emb=x@1", "attn=x"),
+    "LTXVModel": _one(
+        "x=x@1 timestep=x@1 pe.0=x@1", "attn1=x", "transformer_blocks", changes={"self_attention_mask": _ltx_guides}
+    ),
+    "LTXAVModel": _one(
+        " ".join(_LTXAV_ROWS),
+        "attn1=v audio_attn1=a audio_to_video_attn=a video_to_audio_attn=v",
+        "transformer_blocks",
+        " ".join(f"{name}.num_frames=f" for name in _LTX_TIMES),
+        out="0=v@1 1=a@1",
+        aligned="f v",
+    ),
+    "MiniMaxH3Model": _one("x=x@0 rope_freqs=x@1", "attn=x", counts="mod_segments=x", out="=x@0"),
     **dict.fromkeys(("MiniTrainDIT", "Anima"), COSMOS_2),
-    "AsymmDiTJoint": MOCHI,
-    "Kandinsky5": KANDINSKY_5,
-    "CogVideoXTransformer3DModel": COGVIDEOX,
-    "AceStepConditionGenerationModel": ACE_STEP_15,
-    "AudioDiffusionTransformer": STABLE_AUDIO,
-    "MiniMaxMusic3DiT": MINIMAX_MUSIC,
+    "AsymmDiTJoint": _one(
+        "x=x@1 attn_kwargs.rope_cos=x@0 attn_kwargs.rope_sin=x@0 attn_kwargs.crop_y=crop@0",
+        "attn=x+crop",
+        out="0=x@1",
+        whole=("crop",),
+    ),
+    "Kandinsky5": _one("visual_embed=x@1 freqs=x@1", "self_attention=x", "visual_transformer_blocks"),
+    "CogVideoXTransformer3DModel": _one(
+        "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb.0=img@0 image_rotary_emb.1=img@0",
+        "=txt+img",
+        out="0=img@1",
+    ),
+    "AceStepConditionGenerationModel": _one(
+        "hidden_states=x@1 position_embeddings.0=x@0 position_embeddings.1=x@0",
+        "self_attn=x",
+        "decoder.layers",
+        makes_mask=_sliding_window,
+        passes_options=False,
+    ),
+    "AudioDiffusionTransformer": _one(
+        "local_add_cond=a@1 x=m?+a@1 rotary_pos_emb.0=m?+a@0", "self_attn=m?+a", "transformer.layers", out="=m?+a@1"
+    ),
+    "MiniMaxMusic3DiT": _one(
+        "x=x@1 rotation_matrix=x@2", "self_attn=x", "diffusion_transformer.transformer.layers", passes_options=False
+    ),
 }
 # Why a class does not run by its rows.
 NO_TOKENS: dict[str, str] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import block_plans
+from ..tensor_plan import plan
 from .image import FLUX
 from .native import Follows, NativeModel
 
@@ -19,7 +19,16 @@ WAN_MODEL = NativeModel(
     text_modules=("cross_attn.k*", "cross_attn.v*"),
     is_joint=False,
     note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
-    tensor=block_plans.WAN,
+    # q and k are normalised over all heads, and the MLP may compute its second linear itself
+    tensor=plan(
+        heads="*_attn.q *_attn.k *_attn.v *_attn.k_img *_attn.v_img",
+        back="*_attn.o",
+        mlp="ffn.0>ffn.2/ffn",
+        num_heads="num_heads",
+        width="dim",
+        attributes={"*_attn.num_heads": "heads"},
+        norms=("*_attn.norm_*",),
+    ),
     fps=16,
 )
 
@@ -54,7 +63,17 @@ LTXV = NativeModel(
     tail_arguments={"_process_output": ("grid_mask",)},
     front_parameters=("keyframes_abs_pos_embedding",),
     replace_keys={"double_block": "transformer_blocks"},
-    tensor=block_plans.LTX,
+    # q and k are normalised over all heads, and the rotary table has one row per head
+    tensor=plan(
+        heads="*attn*.to_[qkv] *attn*.to_gate_logits",
+        back="*attn*.to_out.0",
+        mlp="ff.net.0.proj>ff.net.2/ff audio_ff.net.0.proj>audio_ff.net.2/audio_ff",
+        num_heads="attn1.heads",
+        width="attn1.to_q.out_features",
+        attributes={"*attn*.heads": "heads"},
+        norms=("*attn*.[qk]_norm",),
+        arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
+    ),
     fps=25,  # the frame_rate that its positions are scaled by, unless a CONDITIONING says another
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
 )
@@ -72,7 +91,15 @@ COSMOS_PREDICT_2 = NativeModel(
     tail=("final_layer",),
     patches_inside=("attn1_patch", "attn2_patch", "mlp_patch"),
     note="extra positions are an argument of every block; the forward leaves its embeddings on the model, unread",
-    tensor=block_plans.COSMOS_PREDICT_2,
+    # Anima's, too. A patch of the attention is given what q, k and v are made of.
+    tensor=plan(
+        heads="*_attn.[qkv]_proj",
+        back="*_attn.output_proj",
+        mlp="mlp.layer1>mlp.layer2",
+        num_heads="self_attn.n_heads",
+        width="self_attn._inner_dim",
+        attributes={"*_attn.n_heads": "heads"},
+    ),
     text_modules=("cross_attn.[kv]_proj",),
     is_joint=False,
 )
@@ -84,7 +111,16 @@ COSMOS_1 = NativeModel(
     tail=("final_layer",),
     transport="relay",
     note="blocks are in a ModuleDict; extra positions are added to the stream in place before each",
-    tensor=block_plans.COSMOS_1,
+    # A block is a list of cross-attention, self-attention and MLP
+    tensor=plan(
+        heads="blocks.*.block.attn.to_[qkv].0",
+        back="blocks.*.block.attn.to_out.0",
+        features="blocks.*.block.layer1",
+        features_back="blocks.*.block.layer2",
+        num_heads="blocks.0.block.attn.heads",
+        width="blocks.0.block.attn.to_q.0.out_features",
+        attributes={"blocks.*.block.attn.heads": "heads"},
+    ),
     text_modules=("blocks.1.block.attn.to_[kv].0",),
     is_joint=False,
 )
@@ -161,7 +197,14 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
         note="text, references, audio and video are rows of one sequence, which blocks change in place; batch 1 only",
-        tensor=block_plans.MINIMAX_H3,
+        # Of an int8 file the MLP computes its second linear itself
+        tensor=plan(
+            qkv="attn.qkv_proj",
+            back="attn.out_proj",
+            mlp="mlp.fc1>mlp.fc2/mlp",
+            gathered="adaln_proj.linear",
+            width="attn.out_proj.in_features",
+        ),
         fps=24,
         clip_steps=(17, 5, 2, 5),
         reads_level=True,
@@ -176,7 +219,14 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         is_sequential=True,
         per_device=("cache",),
         note="SeedVR 2; blocks share window indices, rotary tables and repeated modulation through an object",
-        tensor=block_plans.SEEDVR_2,
+        # A layer has two modules, of video and text, or one for both
+        tensor=plan(
+            qkv="attn.proj_qkv.*",
+            back="attn.proj_out.*",
+            features="mlp.*.proj_in*",
+            features_back="mlp.*.proj_out",
+            head_dim="attn.head_dim",
+        ),
         text_modules=("*.txt", "*.txt.*"),
         is_joint=False,
     ),
@@ -196,7 +246,16 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         front_parameters=("pos_frequencies",),
         note="the last block leaves the text alone",
-        tensor=block_plans.MOCHI,
+        # The rotary table has angles of its own for every head
+        tensor=plan(
+            qkv="attn.qkv_?",
+            back="attn.proj_?",
+            mlp="mlp_x.w1>mlp_x.w2 mlp_y.w1>mlp_y.w2",
+            gathered="mod_?",
+            num_heads="attn.num_heads",
+            width="attn.dim_x",
+            arguments={"attn": {"rope_cos": 1, "rope_sin": 1}},
+        ),
         text_modules=("attn.*_y", "mlp_y.*"),
         is_joint=False,
     ),
@@ -207,7 +266,15 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("out_layer",),
         replace_keys={"double_block": "visual_transformer_blocks"},
         note="the two text blocks stay on the main device",
-        tensor=block_plans.KANDINSKY_5,
+        tensor=plan(
+            heads="*_attention.to_*",
+            back="*_attention.out_layer",
+            mlp="feed_forward.in_layer>feed_forward.out_layer",
+            gathered="visual_modulation.out_layer",
+            num_heads="self_attention.num_heads",
+            width="self_attention.out_layer.in_features",
+            attributes={"*_attention.num_heads": "heads"},
+        ),
         text_modules=("cross_attention.to_key", "cross_attention.to_value"),
         is_joint=False,
     ),
@@ -237,7 +304,15 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("blocks",),
         tail=("norm_final", "norm_out", "proj_out"),
         note="nothing but the stream between blocks",
-        tensor=block_plans.COG_VIDEO_X,
+        # Attention and MLP are the block's own
+        tensor=plan(
+            heads="[qkv]",
+            back="attn_out",
+            mlp="ff_proj>ff_out",
+            gathered="norm?.linear",
+            num_heads="num_heads",
+            width="dim",
+        ),
         sample_modules=("norm?.linear",),
     ),
 )
