@@ -191,54 +191,24 @@ def make_lora_tensors(
     Raises: ValueError for DoRA on a part of a stacked layer, or that no name has a place for; for a layer that is not
         of this family.
     """
-    if layout == "original":
-        return lora_to_original(family, for_comfyui, alpha, rank)
-    if layout == "diffusers":
-        return lora_to_diffusers(family, trained, alpha, rank)
-    return lora_to_both(family, trained, for_comfyui, alpha, rank)
-
-
-def lora_to_original(
-    family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
-) -> dict[str, torch.Tensor]:
-    """The LoRA as ComfyUI loads it; see make_lora_tensors."""
     written: dict[str, torch.Tensor] = {}
-    for name, layer in _original_layers(family, _by_module(tensors)).items():
-        layer[ALPHA] = torch.tensor(float(alpha) * (len(layer[A]) / rank), dtype=torch.float32)
-        written |= _named(_ORIGINAL_PREFIX + name, layer)
-    return written
-
-
-def lora_to_diffusers(
-    family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
-) -> dict[str, torch.Tensor]:
-    """The LoRA as diffusers' pipelines load it: one entry per layer, nothing fused, strength in B."""
-    layers = _by_module(tensors, alpha / rank)
+    if layout == "original" or layout == "both" and family.shared_lora_names == "original":
+        if layout == "both" and any(name.endswith(DORA) for name in trained):
+            raise ValueError(f'no DoRA of {family.title} is read by both; save with lora_layout = "original"')
+        own = _by_module(for_comfyui, 1.0 if layout == "original" else alpha / rank)
+        for name, layer in _original_layers(family, own).items():
+            if layout == "original":
+                layer[ALPHA] = torch.tensor(float(alpha) * (len(layer[A]) / rank), dtype=torch.float32)
+            written |= _named(_ORIGINAL_PREFIX + name, layer)
+        return written
+    layers = _by_module(trained, alpha / rank)
     originals_of(layers, family.renames)  # refuses layers of another family
-    written: dict[str, torch.Tensor] = {}
     for module, layer in layers.items():
         if DORA in layer:
             layer[MAGNITUDE] = layer.pop(DORA).reshape(-1)
         written |= _named(_DIFFUSERS_PREFIX + module, layer)
-    return written
-
-
-def lora_to_both(
-    family: ModelFamily,
-    tensors: Mapping[str, torch.Tensor],
-    for_comfyui: Mapping[str, torch.Tensor],
-    alpha: float,
-    rank: int,
-) -> dict[str, torch.Tensor]:
-    """The LoRA as ComfyUI and diffusers' pipelines both load it, strength in B."""
-    written: dict[str, torch.Tensor] = {}
-    if family.shared_lora_names == "original":
-        if any(name.endswith(DORA) for name in tensors):
-            raise ValueError(f'no DoRA of {family.title} is read by both; save with lora_layout = "original"')
-        for name, layer in _original_layers(family, _by_module(tensors, alpha / rank)).items():
-            written |= _named(_ORIGINAL_PREFIX + name, layer)
+    if layout == "diffusers":
         return written
-    written = lora_to_diffusers(family, tensors, alpha, rank)
     layers = _by_module(for_comfyui, alpha / rank)
     unread = {module: layers.pop(module) for module in list(layers) if matches_any(module, family.unread_lora)}
     for module, layer in layers.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 import torch
-from devicebridge.checkpoints.lora_file import lora_to_original
+from devicebridge.checkpoints.lora_file import make_lora_tensors
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
 from torch import nn
@@ -34,7 +34,7 @@ def full_lora(name: str) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def full_file(name: str) -> dict[str, torch.Tensor]:
-    return lora_to_original(FAMILIES[name], full_lora(name), 1.0, 1)
+    return make_lora_tensors(FAMILIES[name], "original", {}, full_lora(name), 1.0, 1)
 
 
 def asset(name: str) -> Any:

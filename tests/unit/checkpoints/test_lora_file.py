@@ -5,8 +5,7 @@ import torch
 from devicebridge.checkpoints.lora_file import (
     check_original_layout,
     is_of_text,
-    lora_to_both,
-    lora_to_original,
+    make_lora_tensors,
     text_lora_for_comfyui,
 )
 from devicebridge.families.naming import originals_of
@@ -74,7 +73,7 @@ def _targets(name, which):
 def test_the_original_layout_adapts_the_original_weights_alike(name, which, dora):
     model, family = TINY[name].make_model(), FAMILIES[name]
     lora = _make_lora(model, resolve_targets(model, _targets(name, which)), dora)
-    file = lora_to_original(family, lora, ALPHA, RANK)
+    file = make_lora_tensors(family, "original", lora, lora, ALPHA, RANK)
     assert all(t.shape[1] == 1 for n, t in file.items() if n.endswith(".dora_scale"))
     assert all(t.dtype == torch.float32 and t.ndim == 0 for n, t in file.items() if n.endswith(".alpha"))
     weights = stack_tensors(family, {n: t.detach() for n, t in model.state_dict().items()})
@@ -87,17 +86,20 @@ def test_refusals():
     lora = _make_lora(model, modules, dora=True)
     message = r"double_blocks.0.img_attn.qkv can be saved only if all of it is trained; transformer_blocks.0.attn.to_v"
     with pytest.raises(ValueError, match=message):
-        lora_to_original(family, lora, ALPHA, RANK)
+        make_lora_tensors(family, "original", lora, lora, ALPHA, RANK)
     with pytest.raises(ValueError, match=message):
         check_original_layout(family, modules, dora=True)
     check_original_layout(family, modules, dora=False)
     wan = _make_lora(TINY["wan"].make_model(), ["blocks.0.ffn.net.2"], dora=True)
     with pytest.raises(ValueError, match="no DoRA of Wan is read by both"):
-        lora_to_both(FAMILIES["wan"], wan, wan, ALPHA, RANK)
-    with pytest.raises(ValueError, match="no row of the rename table names blocks.0.attn1.to_q"):
-        lora_to_original(family, {f"blocks.0.attn1.to_q.lora_{k}.weight": torch.zeros(2, 2) for k in "AB"}, ALPHA, 2)
-    with pytest.raises(ValueError, match="is no LoRA tensor"):
-        lora_to_original(family, {"transformer_blocks.0.attn.to_q.weight": torch.zeros(2, 2)}, ALPHA, 2)
+        make_lora_tensors(FAMILIES["wan"], "both", wan, wan, ALPHA, RANK)
+    for name, message in (
+        ("blocks.0.attn1.to_q.lora_A.weight", "no row of the rename table names blocks.0.attn1.to_q"),
+        ("transformer_blocks.0.attn.to_q.weight", "is no LoRA tensor"),
+    ):
+        other = {name: torch.zeros(2, 2), name.replace("_A", "_B"): torch.zeros(2, 2)}
+        with pytest.raises(ValueError, match=message):
+            make_lora_tensors(family, "original", other, other, ALPHA, RANK)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

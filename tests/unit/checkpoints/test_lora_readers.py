@@ -13,7 +13,6 @@ from devicebridge.checkpoints.lora_file import (
     check_lora_layout,
     check_lycoris_layout,
     describe_readers,
-    lora_to_diffusers,
     lycoris_for_comfyui,
     make_lora_tensors,
     what_is_lost,
@@ -328,7 +327,8 @@ def comfyui_folder(tmp_path_factory):
     for case in (*WRITABLE, *OTHERS):
         save_file(case.file(), folder / f"{case}.safetensors")
     loras = {name: (name, full_file(name)) for name in FAMILY_NAMES}
-    loras["unknown"] = ("wan", lora_to_diffusers(FAMILIES["wan"], full_lora("wan"), 1.0, 1))
+    own = full_lora("wan")
+    loras["unknown"] = ("wan", make_lora_tensors(FAMILIES["wan"], "diffusers", own, {}, 1.0, 1))
     named = {
         key: {
             "checkpoint": {n: list(t.shape) for n, t in _native_checkpoint(name).items()},
