@@ -51,10 +51,8 @@ _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's fil
 
 
 class OtherModel(ValueError):
-    """A file of none of these families, as far as its names and shapes tell. ComfyUI may build its model.
-
-    kind: what it looks like; "" for a diffusion model.
-    """
+    """A file of none of these families, as far as its names and shapes tell. ComfyUI may build its model. kind: what it
+    looks like; "" for a diffusion model."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -63,10 +61,8 @@ class OtherModel(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A recognised checkpoint.
-
-    A folder of its own size has the variant it resembles most; text encoders and noise schedule are taken from there.
-    """
+    """A recognised checkpoint. A folder of its own size has the variant it resembles most; text encoders and noise
+    schedule are taken from there."""
 
     path: Path  # as the user gave it
     family: ModelFamily
@@ -137,9 +133,7 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
 
 def make_published_info(name: str) -> CheckpointInfo:
     """A published variant by its name, no file of which need be there: sizes for planning, without a tensor to load.
-
-    Raises: ValueError that lists the variants there are.
-    """
+    Raises: ValueError that lists the variants there are."""
     family, variant = find_variant(name)
     return CheckpointInfo(Path(name), family, variant, dict(variant.transformer_config), "diffusers", {}, None)
 

@@ -48,10 +48,8 @@ def _plain(value: Any) -> Any:
 
 
 def file_fingerprint(path: str | Path) -> str:
-    """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file).
-
-    Raises: OSError if it cannot be read; ValueError for a large safetensors file with a broken header.
-    """
+    """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file). Raises:
+    OSError if it cannot be read; ValueError for a large safetensors file with a broken header."""
     path = Path(path)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -117,9 +115,6 @@ def content_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float = mat
 
 
 def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Hash of weights in memory: as file_fingerprint samples a file of them.
-
-    Raises: as content_facts.
-    """
+    """Hash of weights in memory: as file_fingerprint samples a file of them. Raises: as content_facts."""
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return settings_fingerprint(content_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))

@@ -98,9 +98,7 @@ def read_model_header(file: Path) -> FileHeader:
 
 def read_open_header(stream: IO[bytes]) -> FileHeader:
     """The header of an open file of a model, from its start; texts among a GGUF file's settings are its metadata.
-
-    Raises: as read_file_header; of a GGUF file also where it is one of several, or has a type that is not read.
-    """
+    Raises: as read_file_header; of a GGUF file also where it is one of several, or has a type that is not read."""
     file, size = Path(stream.name), os.path.getsize(stream.name)
     is_gguf = stream.read(len(MAGIC)) == MAGIC or file.suffix == GGUF_ENDING
     stream.seek(0)

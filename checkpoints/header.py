@@ -115,10 +115,8 @@ class FileHeader:
 
 
 def read_header(file: Path) -> FileHeader:
-    """The header of a safetensors file.
-
-    Raises: ValueError if it is something else, cut short or damaged; it says what was found.
-    """
+    """The header of a safetensors file. Raises: ValueError if it is something else, cut short or damaged; it says what
+    was found."""
     refuse_no_file(file)
     with open(file, "rb") as stream:
         return read_file_header(stream)
@@ -131,10 +129,8 @@ def refuse_no_file(file: Path) -> None:
 
 
 def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
-    """The header of an open safetensors file, from its start.
-
-    Raises: ValueError naming the file if it is something else, cut short or damaged; it says what was found.
-    """
+    """The header of an open safetensors file, from its start. Raises: ValueError naming the file if it is something
+    else, cut short or damaged; it says what was found."""
     file, size = str(stream.name), os.path.getsize(stream.name)
     if (ending := Path(file).suffix) in _ENDINGS:
         raise ValueError(f"{file} is {_ENDINGS[ending]}")
@@ -193,10 +189,8 @@ def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, of an index that lies beside the files.
-
-    Raises: ValueError naming the index if it is no such index, or names a file outside its folder.
-    """
+    """Tensor name -> file name, of an index that lies beside the files. Raises: ValueError naming the index if it is no
+    such index, or names a file outside its folder."""
     found = expect(read_json_object(index).get("weight_map"), dict, f"{index}: weight_map")
     for name, file in found.items():
         expect(file, str, f"{index}: the file of {name}")

@@ -145,10 +145,8 @@ class Base:
     readers: Mapping[Path, WeightReader]
 
     def rows_of(self, layer: str, size: tuple[int, int]) -> tuple[Rows, tuple[int, int]]:
-        """Rows of the weight that a layer of this name changes, and its rows and columns.
-
-        Raises: ValueError for a layer that the model does not have, or has in another size.
-        """
+        """Rows of the weight that a layer of this name changes, and its rows and columns. Raises: ValueError for a
+        layer that the model does not have, or has in another size."""
         bare = layer
         for prefix in (ORIGINAL, KOHYA, DIFFUSERS, "lycoris_"):
             bare = bare.removeprefix(prefix)
@@ -189,10 +187,8 @@ def open_base(path: Path | None) -> Iterator[Base | None]:
 
 
 def model_records(path: Path) -> tuple[dict[str, TensorRecord], list[str]]:
-    """The tensors of a diffusion model by their names in the file, without its prefix, and others of the file.
-
-    Raises: ValueError for weights that are rounded to 8 bits or less.
-    """
+    """The tensors of a diffusion model by their names in the file, without its prefix, and others of the file. Raises:
+    ValueError for weights that are rounded to 8 bits or less."""
     _, headers, records = read_tensor_records(path)
     if rounded := [record for record in records.values() if record.dtype not in FLOAT_TYPES]:
         raise ValueError(

@@ -66,10 +66,8 @@ def find_models(file: LoraFile, family: str = "") -> list[Model]:
 
 
 def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
-    """Kind, number type, rank, alpha, strength, size [out, in], and a Frobenius norm.
-
-    norm: of what it adds before a magnitude; of OFT, of R - 1 (checkpoints/lora_change.py).
-    """
+    """Kind, number type, rank, alpha, strength, size [out, in], and a Frobenius norm. norm: of what it adds before a
+    magnitude; of OFT, of R - 1 (checkpoints/lora_change.py)."""
     parts, whole, own = file.parts(layer), lora_start.with_strength(file.layer(layer)), file.names[layer]
     rank = next((len(parts[kind]) for kind in lora_start.RANKED if kind in parts), None)
     alpha = float(parts[ALPHA]) if ALPHA in parts else None

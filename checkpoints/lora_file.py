@@ -70,10 +70,8 @@ _CLIP_LAYER = re.compile(rf"^{TEXT_ENCODERS}\.(?P<part>\w+)\.transformer\.(?P<na
 
 
 def check_lora_layout(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> None:
-    """Whether LoRAs of these linears (diffusers fqns) can be written in this layout; cheap, before training.
-
-    Raises: ValueError saying what would have to change.
-    """
+    """Whether LoRAs of these linears (diffusers fqns) can be written in this layout; cheap, before training. Raises:
+    ValueError saying what would have to change."""
     if layout == "original":
         check_original_layout(family, modules, dora)
     elif not family.renames:
@@ -101,10 +99,8 @@ def check_original_layout(family: ModelFamily, modules: Iterable[str], dora: boo
 
 
 def check_lycoris_layout(family: ModelFamily, modules: Sequence[str], layout: str, kind: str) -> None:
-    """Whether LoKr, LoHa or OFT of these linears (diffusers fqns) can be written in this layout.
-
-    Raises: ValueError saying what would have to change.
-    """
+    """Whether LoKr, LoHa or OFT of these linears (diffusers fqns) can be written in this layout. Raises: ValueError
+    saying what would have to change."""
     if layout != "original":
         raise ValueError(
             f'lora_layout = "{layout}" is of plain LoRA, and lora.kind = "{kind}" is written for ComfyUI; '
@@ -280,12 +276,8 @@ def swap_halves(layer: Layer, stack: Stack) -> Layer:
 def lycoris_for_comfyui(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], strength: float
 ) -> dict[str, torch.Tensor]:
-    """The tensors of the file.
-
-    Args:
-        tensors: "<linear>.lokr_w1", "<linear>.hada_w1_a" and so on, by diffusers fqn, magnitudes as ComfyUI takes them.
-        strength: alpha / rank of all layers; OFT has none.
-    """
+    """The tensors of the file. tensors: "<linear>.lokr_w1", "<linear>.hada_w1_a" and so on, by diffusers fqn,
+    magnitudes as ComfyUI takes them. strength: alpha / rank of all layers; OFT has none."""
     written = {}
     for key, tensor in tensors.items():
         module, _, kind = key.rpartition(".")
@@ -317,12 +309,8 @@ def without_text(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def text_lora_for_comfyui(tensors: Mapping[str, torch.Tensor], strength: float) -> dict[str, torch.Tensor]:
-    """The LoRA of text encoders as files name it; {} without one.
-
-    Args:
-        tensors: a LoRA's, "<linear>.lora_A.weight" [R, in] and ".lora_B.weight" [out, R], by fqn.
-        strength: alpha / rank of all layers.
-    """
+    """The LoRA of text encoders as files name it; {} without one. tensors: a LoRA's, "<linear>.lora_A.weight" [R, in]
+    and ".lora_B.weight" [out, R], by fqn. strength: alpha / rank of all layers."""
     found = [match for name in tensors if (match := _CLIP_LAYER.match(name))]
     has_both = {match["part"] for match in found} == _CLIP_NUMBERS.keys()
     written: dict[str, torch.Tensor] = {}

@@ -139,7 +139,6 @@ def read_start(
 
 def group_parts(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], list[str]]:
     """The names of each layer's tensors by the name of the layer in the file, and the names of no such tensor.
-
     Diffusers' come first, for PEFT's magnitude is the trained one."""
     layers: dict[str, Names] = {}
     others = []
@@ -253,9 +252,7 @@ def read_strengths(
     path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], names: Mapping[str, Names]
 ) -> dict[str, float]:
     """What tensors are to be multiplied by, for metadata alone say so; of tensors shapes and alphas are looked at.
-
-    Raises: ValueError where the two do not agree, or nobody knows which was meant.
-    """
+    Raises: ValueError where the two do not agree, or nobody knows which was meant."""
     strengths = _strengths_of_layers(path, metadata, list(names))
     multiplied = {}
     for layer, own in names.items():
@@ -402,10 +399,8 @@ def with_strength(layer: Layer) -> Layer:
 
 
 def place_layers(path: Path, named: Mapping[str, Layer], family: ModelFamily, names: LayerNames) -> dict[str, Layer]:
-    """The model's linears that layers of a file change, with the strength in them.
-
-    Raises: ValueError for a layer that the model does not have, or that is there twice and not alike.
-    """
+    """The model's linears that layers of a file change, with the strength in them. Raises: ValueError for a layer that
+    the model does not have, or that is there twice and not alike."""
     layers: dict[str, Layer] = {}
     origin: dict[str, str] = {}
     for name, layer in named.items():

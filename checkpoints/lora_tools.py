@@ -145,10 +145,8 @@ def refuse_kinds(file: LoraFile, done: str) -> None:
 
 @dataclass
 class Result:
-    """Tensors that a tool makes as they are asked for, and what is known once all of them were.
-
-    did: for the metadata. ranks: by layer. energy: squared norms of what was cut, before and after.
-    """
+    """Tensors that a tool makes as they are asked for, and what is known once all of them were. did: for the metadata.
+    ranks: by layer. energy: squared norms of what was cut, before and after."""
 
     tensors: Tensors
     did: str

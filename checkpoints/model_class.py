@@ -82,12 +82,8 @@ def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def refuse_other_kinds(file: Path, class_name: str, config: Mapping[str, Any]) -> None:
-    """Compare a config's values with the defaults of the class of diffusers that is made with them.
-
-    The class itself takes a text for a list, and fails in the first step.
-
-    Raises: ValueError naming the file and the key.
-    """
+    """Compare a config's values with the defaults of the class of diffusers that is made with them. The class itself
+    takes a text for a list, and fails in the first step. Raises: ValueError naming the file and the key."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters

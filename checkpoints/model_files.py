@@ -48,10 +48,7 @@ class Source:
 
 
 def find_source(path: Path, wanted: Variant | None) -> Source:
-    """The files a path means.
-
-    Raises: ValueError if there are none, or more than one model.
-    """
+    """The files a path means. Raises: ValueError if there are none, or more than one model."""
     if path.is_dir():
         folder = path
         if (path / "model_index.json").is_file():

@@ -100,10 +100,8 @@ def _described(record: TensorRecord, fingerprints: Mapping[Path, str]) -> Any:
 
 
 class QuantizedWriter:
-    """Writes an entry while a model is being quantized; as a context manager it commits, or abandons on an error.
-
-    Host memory holds one layer. After the first failure, which the log tells, it does nothing.
-    """
+    """Writes an entry while a model is being quantized; as a context manager it commits, or abandons on an error. Host
+    memory holds one layer. After the first failure, which the log tells, it does nothing."""
 
     def __init__(self, folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> None:
         self._file, self._key = _file_and_key(folder, info, settings, dtype)

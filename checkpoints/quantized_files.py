@@ -109,10 +109,8 @@ def _parse_format(path: Path, layer: str, note: Any) -> LayerFormat:
 def pair_scales(
     path: Path, records: Mapping[str, TensorRecord], formats: Mapping[str, LayerFormat]
 ) -> dict[str, TensorRecord]:
-    """The model's own tensors, each 8-bit one with its scale and rotation; works on names, shapes and types.
-
-    Raises: ValueError naming the format, if it is not one that is read, or the tensor that does not fit.
-    """
+    """The model's own tensors, each 8-bit one with its scale and rotation; works on names, shapes and types. Raises:
+    ValueError naming the format, if it is not one that is read, or the tensor that does not fit."""
     others = [f"in {found.name} ({layer})" for layer, found in formats.items() if found.name not in _STORED_TYPES]
     for what, pattern in _OTHER_FORMATS.items():
         if names := [name for name in records if re.search(pattern, name)]:

@@ -50,9 +50,7 @@ TORCH_TYPES = {
 
 def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file, on the CPU, each in memory of its own: the file may be written anew meanwhile.
-
-    Raises: ValueError naming the file if it is something else, cut short or damaged.
-    """
+    Raises: ValueError naming the file if it is something else, cut short or damaged."""
     if file.exists():  # else opening it says that it is not there
         refuse_no_file(file)
     tensors = {}
@@ -115,10 +113,8 @@ def _mapped(stream: IO[bytes]) -> mmap.mmap:
 
 @contextmanager
 def open_weights(file: Path, *, is_model: bool = False) -> Iterator[WeightReader]:
-    """Open a safetensors file for reading onto the CPU; of a model also a GGUF file.
-
-    Raises: ValueError naming the file if it is something else, cut short or damaged; OSError if it cannot be opened.
-    """
+    """Open a safetensors file for reading onto the CPU; of a model also a GGUF file. Raises: ValueError naming the file
+    if it is something else, cut short or damaged; OSError if it cannot be opened."""
     if file.exists():  # else opening it says that it is not there
         refuse_no_file(file)
     with open(file, "rb") as stream:
@@ -178,10 +174,8 @@ def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) 
 
 
 def find_zero_weights(records: Mapping[str, TensorRecord]) -> list[str]:
-    """Names of the matrices that hold zeros only. Of all others three rows are read at most.
-
-    Raises: ValueError naming a file whose weights cannot be read.
-    """
+    """Names of the matrices that hold zeros only. Of all others three rows are read at most. Raises: ValueError naming
+    a file whose weights cannot be read."""
     found = []
     for file, inside in by_file(records).items():
         try:

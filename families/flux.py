@@ -31,12 +31,8 @@ SHIFTS: Mapping[str, ShiftRule] = {
 
 
 def flux_renames(embed: str, linear_in: str, linear_out: str) -> tuple[Rename, ...]:
-    """The rows that both table have.
-
-    Args:
-        embed: diffusers' name of the module that embeds timestep and guidance.
-        linear_in, linear_out: diffusers' names of the linears of a feed-forward.
-    """
+    """The rows that both table have. embed: diffusers' name of the module that embeds timestep and guidance. linear_in,
+    linear_out: diffusers' names of the linears of a feed-forward."""
     embedders = [
         Rename(f"{original}_in.{layer}", (f"{embed}.{diffusers}_embedder.{linear}",))
         for original, diffusers in (("time", "timestep"), ("guidance", "guidance"))

@@ -131,11 +131,8 @@ def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor
 
 
 def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """[B, 3, 1, height, width] -> [B, C, 1, height / 8, width / 8], float32.
-
-    The mode of the distribution, as FluxKontextPipeline takes it: a sample would be drawn once and then repeated from
-    the cache.
-    """
+    """[B, 3, 1, height, width] -> [B, C, 1, height / 8, width / 8], float32. The mode of the distribution, as
+    FluxKontextPipeline takes it: a sample would be drawn once and then repeated from the cache."""
     assert pixels.shape[2] == 1, f"FLUX.1 makes images; these pixels have {pixels.shape[2]} frames"
     latents = vae.encode(pixels[:, :, 0].to(vae.dtype)).latent_dist.mode().float()
     return ((latents - vae.config.shift_factor) * vae.config.scaling_factor).unsqueeze(2)

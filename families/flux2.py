@@ -111,13 +111,8 @@ def sampling_shift(num_tokens: int, steps: int) -> float:
 def make_inputs(
     latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
 ) -> dict[str, Any]:
-    """Keyword arguments of the transformer, as Flux2Pipeline passes them.
-
-    Args:
-        latents: noisy, [B, C, 1, H, W].
-        sigma, guidance: the model multiplies both by 1000 itself.
-        text: prompt_embeds [B, S, D].
-    """
+    """Keyword arguments of the transformer, as Flux2Pipeline passes them. latents: noisy, [B, C, 1, H, W]. sigma,
+    guidance: the model multiplies both by 1000 itself. text: prompt_embeds [B, S, D]."""
     batch, _, frames, height, width = latents.shape
     assert frames == 1, f"FLUX.2 makes images; these latents have {frames} frames"
     states = text["prompt_embeds"]

@@ -25,10 +25,8 @@ class Stack:
     swap_halves: bool  # dim 0 is [a | b] in one layout and [b | a] in the other
 
     def rows(self, num_rows: int) -> dict[str, tuple[int, int]]:
-        """Start and end row of every member in a stack of num_rows rows.
-
-        Raises: ValueError if num_rows cannot be cut in these proportions.
-        """
+        """Start and end row of every member in a stack of num_rows rows. Raises: ValueError if num_rows cannot be cut
+        in these proportions."""
         unit, rest = divmod(num_rows, sum(self.proportions))
         if rest:
             raise ValueError(
@@ -54,12 +52,8 @@ def any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 def originals_of(names: Iterable[str], renames: Sequence[Rename]) -> dict[str, Stack]:
-    """The stacks that hold these diffusers tensors or modules, by original name, in order of first appearance.
-
-    A family without a table has one set of names.
-
-    Raises: ValueError naming those no row names.
-    """
+    """The stacks that hold these diffusers tensors or modules, by original name, in order of first appearance. A family
+    without a table has one set of names. Raises: ValueError naming those no row names."""
     if not renames:
         return {name: Stack(name, (name,), (1,), swap_halves=False) for name in names}
     stacks: dict[str, Stack] = {}

@@ -15,10 +15,7 @@ FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (FLUX2, FL
 
 
 def find_family(name: str) -> ModelFamily:
-    """The family of this name.
-
-    Raises: ValueError that lists the families there are.
-    """
+    """The family of this name. Raises: ValueError that lists the families there are."""
     if name == COMFYUI:
         raise ValueError(
             'family = "comfyui" is a model that only ComfyUI can build: give the job file to `devicebridge train`, '
@@ -31,12 +28,8 @@ def find_family(name: str) -> ModelFamily:
 
 
 def find_variant(name: str, families: Iterable[ModelFamily] = ()) -> tuple[ModelFamily, Variant]:
-    """The published variant of this name, and its family.
-
-    Args:
-        families: where to look; () looks in all.
-    Raises: ValueError that lists the variants there are, and the one whose name is nearest.
-    """
+    """The published variant of this name, and its family. families: where to look; () looks in all. Raises: ValueError
+    that lists the variants there are, and the one whose name is nearest."""
     variants = {each.name: (family, each) for family in families or FAMILIES.values() for each in family.variants}
     if name not in variants:
         near = difflib.get_close_matches(name.lower(), variants, n=1)

@@ -171,10 +171,8 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class Rename:
-    """One row of the table between original and diffusers names.
-
-    A row names a module (then every parameter below it follows) or a whole tensor name; "{}" stands for a number.
-    """
+    """One row of the table between original and diffusers names. A row names a module (then every parameter below it
+    follows) or a whole tensor name; "{}" stands for a number."""
 
     original: str  # name in the original (and ComfyUI's) checkpoint
     diffusers: tuple[str, ...]  # one name, or several whose tensors the original stacks along dim 0 in this order
@@ -254,10 +252,8 @@ class ComfyInputs:
 
 
 class EulerSteps(Protocol):
-    """The steps of one picture from noise to latents: where its noise levels are, and what a step does.
-
-    All tensors are float32 on the CPU, latents and noise are [1, C, F, H, W].
-    """
+    """The steps of one picture from noise to latents: where its noise levels are, and what a step does. All tensors are
+    float32 on the CPU, latents and noise are [1, C, F, H, W]."""
 
     @property
     def levels(self) -> torch.Tensor:
@@ -269,12 +265,8 @@ class EulerSteps(Protocol):
     def step(
         self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        """The latents after a step.
-
-        Args:
-            said: by the model of the prompt. plain: of the empty one; None without classifier-free guidance.
-            scale: of that guidance.
-        """
+        """The latents after a step. said: by the model of the prompt. plain: of the empty one; None without
+        classifier-free guidance. scale: of that guidance."""
 
     def end(self, latents: torch.Tensor) -> torch.Tensor:
         """Normalised latents, of those that the last step leaves."""
@@ -287,10 +279,8 @@ class HostDecoding(Protocol):
         """What weights and decoding take on a card, by ComfyUI's own estimate. shape: of latents, [1, C, F, H, W]"""
 
     def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Pixels in 0..1, float32 on the CPU, of latents [1, C, F, H, W]. [F, height, width, 3]
-
-        Raises: Stopped where the host's user has pressed Cancel.
-        """
+        """Pixels in 0..1, float32 on the CPU, of latents [1, C, F, H, W]. [F, height, width, 3] Raises: Stopped where
+        the host's user has pressed Cancel."""
 
     def close(self) -> None:
         """Make room."""
@@ -322,10 +312,8 @@ class HostModel(Protocol):
         """
 
     def computing_in(self, dtype: torch.dtype) -> HostModel:
-        """The same, to be computed in another type.
-
-        Raises: ValueError if the host does not take this type's range to be enough.
-        """
+        """The same, to be computed in another type. Raises: ValueError if the host does not take this type's range to
+        be enough."""
 
     def time_of(self, level: float) -> float:
         """The time that add_noise takes for a noise level as objective.lowest_noise counts it, both in 0..1."""
@@ -367,12 +355,8 @@ class HostModel(Protocol):
         """The VAE of a file. Raises: ValueError for a file that holds none."""
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py.
-
-        Those of text encoders that can be trained begin with TEXT_ENCODERS.
-
-        Raises: ValueError naming what it does not map.
-        """
+        """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py. Those of
+        text encoders that can be trained begin with TEXT_ENCODERS. Raises: ValueError naming what it does not map."""
 
     def unread_lora(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Tensors of a LoRA file that its loader does not map onto this model. Raises: ValueError for layers twice."""
@@ -380,12 +364,8 @@ class HostModel(Protocol):
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
-        """Something to be given to predict, for sizes.
-
-        Args:
-            text: of one sample; None takes what its description says of such a model.
-        Raises: ValueError where nobody said what such a model is given.
-        """
+        """Something to be given to predict, for sizes. text: of one sample; None takes what its description says of
+        such a model. Raises: ValueError where nobody said what such a model is given."""
 
 
 @dataclass(frozen=True)
@@ -443,10 +423,7 @@ class ModelFamily:
     sampling: SamplingSpec | None = None  # how pictures are drawn while it trains; likewise
 
     def variant(self, name: str) -> Variant:
-        """The variant of this name.
-
-        Raises: ValueError that lists the variants there are.
-        """
+        """The variant of this name. Raises: ValueError that lists the variants there are."""
         for variant in self.variants:
             if variant.name == name:
                 return variant

@@ -147,11 +147,8 @@ Range = tuple[int, int]  # first, behind the last
 
 @dataclass(frozen=True)
 class Shares:
-    """How many heads each device computes.
-
-    Args:
-        heads: per device. kv_heads: per device, of keys and values. width: features of all heads together.
-    """
+    """How many heads each device computes. heads: per device. kv_heads: per device, of keys and values. width: features
+    of all heads together."""
 
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
@@ -162,10 +159,7 @@ class Shares:
         return len(self.heads)
 
     def ranges(self, unit: Unit, size: int) -> list[Range]:
-        """The range of each device in a part of this size.
-
-        Raises: ValueError if the part cannot be cut so.
-        """
+        """The range of each device in a part of this size. Raises: ValueError if the part cannot be cut so."""
         if unit == "features":
             total, least = sum(self.heads), min(self.heads)
             step = next((step for step in _ALIGNMENTS if size % step == 0 and size // step * least >= total), 0)
@@ -194,10 +188,8 @@ class Shares:
         return parts * (size // sum(self._of_heads(unit) for unit in parts))
 
     def slices(self, parts: Sequence[Unit], size: int, rank: int) -> list[Range]:
-        """The ranges of one device in a dimension of this size that consists of these parts.
-
-        Raises: ValueError if the dimension does not consist of such parts.
-        """
+        """The ranges of one device in a dimension of this size that consists of these parts. Raises: ValueError if the
+        dimension does not consist of such parts."""
         found: list[Range] = []
         start = 0
         for unit, length in zip(parts, self._lengths(parts, size), strict=True):
@@ -224,10 +216,8 @@ class Shares:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, width: int, weights: Sequence[float]) -> Shares:
-    """Give every device heads in proportion to its weight; heads that share keys and values stay together.
-
-    Raises: ValueError if there are more devices than groups of heads.
-    """
+    """Give every device heads in proportion to its weight; heads that share keys and values stay together. Raises:
+    ValueError if there are more devices than groups of heads."""
     groups = num_kv_heads or num_heads
     if num_heads % groups or groups < len(weights):
         raise ValueError(

@@ -193,11 +193,8 @@ def _statistics(vae: Any, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """[B, 3, F, height, width] -> [B, C, 1 + (F - 1) / 4, height / stride, width / stride], float32.
-
-    The mode of the distribution, as WanImageToVideoPipeline takes it: a sample would be drawn once and then repeated
-    from the cache.
-    """
+    """[B, 3, F, height, width] -> [B, C, 1 + (F - 1) / 4, height / stride, width / stride], float32. The mode of the
+    distribution, as WanImageToVideoPipeline takes it: a sample would be drawn once and then repeated from the cache."""
     latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()
     mean, std = _statistics(vae, latents.device)
     return (latents - mean) / std

@@ -75,10 +75,8 @@ def quantize_rows(
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype, rotation: Tensor | None) -> tuple[Tensor, Tensor]:
-    """quantize_rows of some rows at a time, so that float32 copies take 128 MiB.
-
-    Raises: ValueError for a weight that is not finite.
-    """
+    """quantize_rows of some rows at a time, so that float32 copies take 128 MiB. Raises: ValueError for a weight that
+    is not finite."""
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scale = torch.empty((weight.shape[0], 1), dtype=torch.float32, device=weight.device)
     height = max(1, _PIECE // 2 // max(1, weight.shape[1]))
@@ -104,9 +102,7 @@ def refuse_broken_rows(scale: Tensor) -> None:
 
 def make_rotation(block: int) -> Tensor:
     """Orthogonal matrix of Hadamard entries +-1 / sqrt(block), its rows signed by the Rudin-Shapiro sequence. [B, B]
-
-    Raises: ValueError for a block that is none of ROTATIONS.
-    """
+    Raises: ValueError for a block that is none of ROTATIONS."""
     if block not in ROTATIONS:
         raise ValueError(f"rotation in blocks of {block} was requested; use one of {ROTATIONS}, or 0 for none")
     index = range(block)
@@ -242,12 +238,8 @@ def _product(
     dtype: torch.dtype,
     choice: KernelChoice,
 ) -> Tensor:
-    """(a @ b) * a_scale * b_scale.T + bias, with the forward's kernels.
-
-    Args:
-        a: 8-bit. [M, I]    a_scale: [M, 1]    b: 8-bit, column-major. [I, J]    b_scale: ones if None. [J, 1]
-        bias: [J]
-    """
+    """(a @ b) * a_scale * b_scale.T + bias, with the forward's kernels. a: 8-bit. [M, I]    a_scale: [M, 1]    b:
+    8-bit, column-major. [I, J]    b_scale: ones if None. [J, 1] bias: [J]"""
     if choice.forward == "triton":
         return kernels.matmul(a, a_scale, b, dtype, b_scale=b_scale, bias=bias)
     if b_scale is None:

@@ -50,10 +50,8 @@ _ROW_CLASSES = (128, 1024)  # the tuner tells only these and more apart, so that
 
 
 def fault(device: torch.device) -> str:
-    """Why these kernels do not run on a device; "" if they do. The first call per device launches one.
-
-    A launch, because whether Triton finds its compiler and the card's driver is written nowhere.
-    """
+    """Why these kernels do not run on a device; "" if they do. The first call per device launches one. A launch,
+    because whether Triton finds its compiler and the card's driver is written nowhere."""
     if _MISSING:
         return _MISSING
     if Version(triton.__version__) < Version(OLDEST_TRITON):
@@ -168,12 +166,8 @@ def matmul(
 
 
 def rescale(sums: Tensor, a_scale: Tensor, out_dtype: torch.dtype, b_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """sums * a_scale * b_scale + bias in one pass over memory.
-
-    Args:
-        sums: what a plain 8-bit matmul wrote, contiguous, int32 or float. [M, J]
-        a_scale: float32. [M, 1]    b_scale, bias: J values each.
-    """
+    """sums * a_scale * b_scale + bias in one pass over memory. sums: what a plain 8-bit matmul wrote, contiguous, int32
+    or float. [M, J] a_scale: float32. [M, 1]    b_scale, bias: J values each."""
     rows, columns = sums.shape
     out = torch.empty((rows, columns), dtype=out_dtype, device=sums.device)
     if sums.device.type == "meta":

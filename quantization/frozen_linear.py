@@ -102,9 +102,7 @@ class FrozenLinear8(nn.Linear):
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear, scheme: RoundingScheme, *, rotation: int = 0) -> FrozenLinear8:
         """Round a linear's weight, where it is; the bias stays the same Parameter, frozen. linear is not changed.
-
-        Raises: ValueError for a weight that is 8-bit already or not finite, or a rotation that does not fit.
-        """
+        Raises: ValueError for a weight that is 8-bit already or not finite, or a rotation that does not fit."""
         dtype, weight = ROUNDED[scheme], linear.weight
         if weight.dtype not in _FULL_DTYPES:
             raise ValueError(

@@ -47,10 +47,8 @@ _used: ContextVar[DeviceKernels | None] = ContextVar("8-bit kernels of another d
 
 @contextmanager
 def using_kernels(of: DeviceKernels) -> Iterator[None]:
-    """Inside, in this thread, 8-bit products go as on the device of these kernels.
-
-    On meta they allocate what that device's would, so that a forecast can count it.
-    """
+    """Inside, in this thread, 8-bit products go as on the device of these kernels. On meta they allocate what that
+    device's would, so that a forecast can count it."""
     token = _used.set(of)
     try:
         yield

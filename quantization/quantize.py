@@ -52,12 +52,8 @@ _OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type,
 
 @dataclass(frozen=True)
 class QuantizeSettings:
-    """How frozen linears are stored.
-
-    Args:
-        rotation: for int8-compute: widest block that rows are rotated in (eight_bit.py); a layer takes the widest that
-            is no wider and divides its in_features. 0 for none.
-    """
+    """How frozen linears are stored. rotation: for int8-compute: widest block that rows are rotated in (eight_bit.py);
+    a layer takes the widest that is no wider and divides its in_features. 0 for none."""
 
     scheme: Scheme
     rotation: int = 64
@@ -129,10 +125,8 @@ class Quantizer:
         return _treatment(fqn, module, self._family, self.settings) == QUANTIZED
 
     def finish(self, fqn: str, module: nn.Module) -> nn.Module:
-        """Round a module whose tensors have their final values and places; returns it, or what takes its place.
-
-        Raises: ValueError for weights that are not finite.
-        """
+        """Round a module whose tensors have their final values and places; returns it, or what takes its place. Raises:
+        ValueError for weights that are not finite."""
         if not self.is_wanted(fqn, module):
             return module
         assert isinstance(module, nn.Linear)
@@ -174,10 +168,8 @@ class Quantizer:
         return Stored8(module.weight.detach(), module.scale, module.rotation_block)
 
     def close(self, model: nn.Module) -> QuantizeReport:
-        """Report on the whole model.
-
-        Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer was left out.
-        """
+        """Report on the whole model. Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a
+        layer was left out."""
         modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
         for name, module in model.named_modules():  # those that hold parameters themselves
             if any(True for _ in module.parameters(recurse=False)):

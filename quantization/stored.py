@@ -116,11 +116,8 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def make_convrot(block: int) -> Tensor:
-    """ComfyUI's rotation: a symmetric Hadamard matrix whose rows all have the same sum, over sqrt(block). [B, B]
-
-    Args:
-        block: a power of 4.
-    """
+    """ComfyUI's rotation: a symmetric Hadamard matrix whose rows all have the same sum, over sqrt(block). [B, B] block:
+    a power of 4."""
     matrix = seed = 1.0 - 2.0 * torch.eye(4).flip(1)
     while matrix.shape[0] < block:
         matrix = torch.kron(matrix, seed)

@@ -128,10 +128,8 @@ class LoraHandle:
         return layer
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put saved tensors back, bit for bit.
-
-        Raises: ValueError if they are not exactly this adapter's; names the first difference.
-        """
+        """Put saved tensors back, bit for bit. Raises: ValueError if they are not exactly this adapter's; names the
+        first difference."""
         parameters = {_file_name(name): parameter for name, parameter in self.parameters().items()}
         if parameters.keys() != tensors.keys():
             differing = sorted(parameters.keys() ^ tensors.keys())
@@ -177,10 +175,8 @@ def _file_name(parameter_name: str) -> str:
 
 
 def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
-    """The fqns of the linears that LoRA adapts, in module order; those of text encoders that are attached last.
-
-    Raises: ValueError for patterns that match no linear, or a model whose attention nobody can tell by its names.
-    """
+    """The fqns of the linears that LoRA adapts, in module order; those of text encoders that are attached last. Raises:
+    ValueError for patterns that match no linear, or a model whose attention nobody can tell by its names."""
     left_out = tuple(pattern for pattern in settings.targets if pattern.startswith("!"))
     patterns = tuple(pattern for pattern in settings.targets if pattern not in left_out)
     if settings.layers:

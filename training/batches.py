@@ -102,10 +102,8 @@ class CachedSamples:
         return ""
 
     def trained_on(self, index: int) -> list[Any]:
-        """Plain values that decide what is computed of a sample, wherever its files lie.
-
-        Raises: OSError if its mask has gone.
-        """
+        """Plain values that decide what is computed of a sample, wherever its files lie. Raises: OSError if its mask
+        has gone."""
         sample = self.samples[index]
         mask = file_fingerprint(sample.mask_path) if self.use_masks and sample.mask_path else ""
         entries = [sample.latents_key, *sample.text_keys, *sample.other_text_keys]
@@ -120,10 +118,8 @@ class CachedSamples:
         return self.read_text({name: each for key in keys for name, each in self._entry(key).items()})
 
     def load(self, indices: Sequence[int], captions: Sequence[int]) -> LoadedBatch:
-        """Read the samples of one batch, as Batch has them; all must be of one bucket and length.
-
-        Raises: RuntimeError if an entry is gone from the cache, or its text states are of another length than others.
-        """
+        """Read the samples of one batch, as Batch has them; all must be of one bucket and length. Raises: RuntimeError
+        if an entry is gone from the cache, or its text states are of another length than others."""
         stored = [self._entry(self.samples[i].latents_key) for i in indices]
         entries = [self.add_silence(entry) for entry in stored]
         is_silent = all(len(entry) > len(own) for entry, own in zip(entries, stored, strict=True))
@@ -252,12 +248,8 @@ def _noise_masks(
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The text states of several captions as one batch, name -> [B, S, D] or [B, D].
-
-    Args:
-        entries: name -> [S, D] or [D], the same names in each.
-    Raises: RuntimeError for lengths that differ.
-    """
+    """The text states of several captions as one batch, name -> [B, S, D] or [B, D]. entries: name -> [S, D] or [D],
+    the same names in each. Raises: RuntimeError for lengths that differ."""
     joined: dict[str, torch.Tensor] = {}
     for name in entries[0]:
         states = [entry[name] for entry in entries]

@@ -97,11 +97,8 @@ def _fault(trainer: Trainer, check: BlockCheck) -> str:
 
 
 class BlockDifference(NamedTuple):
-    """Of the tensor of a block that is the furthest off for what rounding explains.
-
-    difference: |compiled - plain| / |plain|; infinite where only one has values, or one is not finite.
-    explained: what such a difference may be.
-    """
+    """Of the tensor of a block that is the furthest off for what rounding explains. difference: |compiled - plain| /
+    |plain|; infinite where only one has values, or one is not finite. explained: what such a difference may be."""
 
     name: str
     difference: float
@@ -214,11 +211,8 @@ def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Ar
 def _results(
     forward: Forward, arguments: Arguments, trained: Mapping[str, nn.Parameter], directions: list[Tensor]
 ) -> dict[str, Tensor]:
-    """What a forward gives, and where gradients are on what its backward does, as samples by name.
-
-    Args:
-        directions: gradients of the outputs that have one; drawn if empty.
-    """
+    """What a forward gives, and where gradients are on what its backward does, as samples by name. directions:
+    gradients of the outputs that have one; drawn if empty."""
     own = map_tensors(arguments, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
     inputs, outputs = tensors_reached(own), tensors_reached(forward(*own[0], **own[1]))
     found = {f"output {index}": _added(output, inputs) for index, output in enumerate(outputs)}

@@ -164,10 +164,8 @@ class Trainer:
             self._draw_if_due(should_stop)
 
     def _save_on_all_ranks(self) -> None:
-        """Save, if every rank would save the same.
-
-        Raises: RuntimeError if the ranks have come apart, and then nothing is saved.
-        """
+        """Save, if every rank would save the same. Raises: RuntimeError if the ranks have come apart, and then nothing
+        is saved."""
         if self.ranks.is_launched and len(set(self.ranks.gather(fingerprint(self._parameters)))) > 1:
             self._is_sound = False
             raise RuntimeError(

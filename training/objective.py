@@ -50,10 +50,8 @@ class NoiseSchedule:
     sigma_range: tuple[float, float]
 
     def sigmas(self, quantiles: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Timesteps in sigma_range for quantiles in (0, 1), float64 to float32. [B] -> [B]
-
-        num_tokens: image tokens of the samples, for resolution-dependent shifts.
-        """
+        """Timesteps in sigma_range for quantiles in (0, 1), float64 to float32. [B] -> [B] num_tokens: image tokens of
+        the samples, for resolution-dependent shifts."""
         factor = self.shift.factor(num_tokens)
 
         def quantile_of(sigma: float) -> float:
@@ -75,10 +73,8 @@ class NoiseSchedule:
 
 
 def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant: Variant) -> NoiseSchedule:
-    """The job's schedule: its settings, else the family's defaults.
-
-    Raises: ValueError for an unknown shift preset, which lists the family's, or an expert of a model that has none.
-    """
+    """The job's schedule: its settings, else the family's defaults. Raises: ValueError for an unknown shift preset,
+    which lists the family's, or an expert of a model that has none."""
     spec = family.timesteps_of(variant)
     sampling = settings.timestep_sampling or spec.sampling
     shift = spec.shift if settings.shift == "" else settings.shift
@@ -154,10 +150,8 @@ def noise_latents(
     times: torch.Tensor,
     given: Mapping[str, torch.Tensor] = {},
 ) -> NoisyLatents:
-    """What a sample is trained on: clean latents and noise, both float32 [B, C, F, H, W], at times in 0..1. [B]
-
-    given: conditions of one of ComfyUI's own models; see HostModel.add_noise.
-    """
+    """What a sample is trained on: clean latents and noise, both float32 [B, C, F, H, W], at times in 0..1. [B] given:
+    conditions of one of ComfyUI's own models; see HostModel.add_noise."""
     if family.host is not None:
         return NoisyLatents(*family.host.add_noise(latents, noise, times, given))
     assert NOISE_MASK not in given, "only ComfyUI's own models read a noise mask"
@@ -201,11 +195,8 @@ def predict(
     given: Mapping[str, torch.Tensor],
     guidance: float | None,
 ) -> torch.Tensor:
-    """What a model says of noisy latents, on the device of its output. [B, C, F, H, W]
-
-    Args:
-        given: text and conditions by name, as the family's make_inputs or its host takes them.
-    """
+    """What a model says of noisy latents, on the device of its output. [B, C, F, H, W] given: text and conditions by
+    name, as the family's make_inputs or its host takes them."""
     host = family.host
     if host is None:
         inputs = family.make_inputs(noisy, sigmas, given, guidance)
@@ -242,12 +233,8 @@ class NoisyBatch:
 
 @dataclass(frozen=True)
 class Objective:
-    """Makes noisy batches, and their losses.
-
-    Args:
-        dtype: that the model computes in.
-        pins: whether batches wait in memory that a GPU reads by itself, so that the host need not wait for it.
-    """
+    """Makes noisy batches, and their losses. dtype: that the model computes in. pins: whether batches wait in memory
+    that a GPU reads by itself, so that the host need not wait for it."""
 
     settings: ObjectiveConfig
     family: ModelFamily

@@ -242,10 +242,8 @@ class LoraAverage:
         return {f"{_AVERAGE}{name}": each.cpu() for name, each in self._values.items()}
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], *, may_begin: bool = False) -> None:
-        """Put saved ones back, bit for bit; of none begin with the parameters as they are, if it may.
-
-        Raises: ValueError if they are of other parameters.
-        """
+        """Put saved ones back, bit for bit; of none begin with the parameters as they are, if it may. Raises:
+        ValueError if they are of other parameters."""
         if not tensors and may_begin:
             tensors = {f"{_AVERAGE}{name}": each.detach() for name, each in self._parameters.items()}
         expected = {f"{_AVERAGE}{name}": each for name, each in self._values.items()}
@@ -265,11 +263,8 @@ AnyOptimizer = torch.optim.Optimizer | KahanSum
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """What the learning rate is multiplied by in step 0 .. num_steps - 1.
-
-    Rises linearly over warmup_steps, reaching 1 in the step after them; then stays, or falls to min_factor in the last
-    step, linearly or along half a cosine.
-    """
+    """What the learning rate is multiplied by in step 0 .. num_steps - 1. Rises linearly over warmup_steps, reaching 1
+    in the step after them; then stays, or falls to min_factor in the last step, linearly or along half a cosine."""
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.name == "constant":
@@ -280,10 +275,8 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) ->
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale the gradients down to a length of `limit` together; returns the length they had.
-
-    Lengths are added up in the order of the parameters: the sum has the same bits however devices share them.
-    """
+    """Scale the gradients down to a length of `limit` together; returns the length they had. Lengths are added up in
+    the order of the parameters: the sum has the same bits however devices share them."""
     given = [each for each in parameters if each.grad is not None]
     by_device: dict[torch.device, list[int]] = {}
     for index, each in enumerate(given):
@@ -317,10 +310,8 @@ Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and 
 
 
 def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
-    """State of an optimizer for unpack_optimizer; tensors of torchao's 8-bit optimizers are taken apart.
-
-    Raises: ValueError for an optimizer that keeps something other than tensors and plain values.
-    """
+    """State of an optimizer for unpack_optimizer; tensors of torchao's 8-bit optimizers are taken apart. Raises:
+    ValueError for an optimizer that keeps something other than tensors and plain values."""
     if isinstance(optimizer, KahanSum):
         inner, described = pack_optimizer(optimizer.inner)
         return inner | {f"kahan.{index}": each.cpu() for index, each in enumerate(optimizer.rests)}, described

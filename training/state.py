@@ -71,10 +71,8 @@ class TrainingState:
 
 
 def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
-    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns the new folder.
-
-    Raises: OSError naming the file if the disk refuses; the checkpoints that are there stay whole.
-    """
+    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns the new folder. Raises: OSError naming
+    the file if the disk refuses; the checkpoints that are there stay whole."""
     final = folder / f"step-{state.step:06d}"
     working = folder / f".{final.name}.{os.getpid()}.tmp"
     shutil.rmtree(working, ignore_errors=True)
@@ -108,10 +106,8 @@ def unsaved(path: Path, error: OSError) -> OSError:
 
 
 def change_facts(state: TrainingState, facts: Mapping[str, Any]) -> TrainingState:
-    """The state with these facts over its own, from now on; {} takes them back. The files that were saved stay.
-
-    Raises: OSError naming the file.
-    """
+    """The state with these facts over its own, from now on; {} takes them back. The files that were saved stay. Raises:
+    OSError naming the file."""
     assert state.path is not None
     if facts:
         write_atomically(state.path / _CHANGED, _sealed(facts))

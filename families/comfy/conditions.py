@@ -57,11 +57,8 @@ WAYS: dict[str, ConditionWay] = {
 
 
 def way_problem(name: str, model: str, channels: int, beside: int) -> str:
-    """Why a model cannot be conditioned in this way; "" if it can.
-
-    Args:
-        model: its class. channels: of its latents. beside: channels it is given beside the noise.
-    """
+    """Why a model cannot be conditioned in this way; "" if it can. model: its class. channels: of its latents. beside:
+    channels it is given beside the noise."""
     way = WAYS[name]
     fits = [each for each in WAYS if _fits(WAYS[each], model, channels, beside)]
     if _fits(way, model, channels, beside):
@@ -75,10 +72,7 @@ def way_problem(name: str, model: str, channels: int, beside: int) -> str:
 
 def vision_problem(name: str, needs: Collection[str], *, is_named: bool) -> str:
     """Why a model with an image embedder would be given no CLIP vision in this way; "" if it has none, or is given it.
-
-    Args:
-        needs: options of a CONDITIONING that the model needs. is_named: whether the job names a CLIP vision model.
-    """
+    needs: options of a CONDITIONING that the model needs. is_named: whether the job names a CLIP vision model."""
     if VISION not in needs or WAYS[name].sees and is_named:
         return ""
     found = "the job names no CLIP vision model" if WAYS[name].sees else f'data.condition = "{name}" gives it none'

@@ -142,11 +142,8 @@ def stream_shapes(given: Mapping[str, torch.Tensor]) -> list[Shape]:
 
 
 def fit_mask(mask: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
-    """A noise mask in the size of latents, as ComfyUI's sampler resizes it, float32. [1 or C, F, H, W]
-
-    Args:
-        mask: [1 or C, h, w] or [1 or C, f, h, w]. sides: frames, height and width of the latents.
-    """
+    """A noise mask in the size of latents, as ComfyUI's sampler resizes it, float32. [1 or C, F, H, W] mask: [1 or C,
+    h, w] or [1 or C, f, h, w]. sides: frames, height and width of the latents."""
     wide = mask.float()
     if wide.ndim == 3:
         wide = wide if wide.shape[1:] == tuple(sides[1:]) else _resized(wide, sides[1:], "bilinear")
@@ -176,11 +173,8 @@ _AUDIO = {1: "audio, [channels, time]", 2: "audio, [channels, height, time]"}
 
 @dataclass(frozen=True)
 class ComfyReader:
-    """What a model asks of entries that ComfyUI's encoders made.
-
-    Args:
-        config: of the transformer. title: of the model, for messages.
-    """
+    """What a model asks of entries that ComfyUI's encoders made. config: of the transformer. title: of the model, for
+    messages."""
 
     comfy: ComfyInputs
     config: Mapping[str, Any]
@@ -233,10 +227,8 @@ class ComfyReader:
         return ""
 
     def latents_problem(self, shapes: Mapping[str, Shape], num_frames: int = 0) -> str:
-        """Why latents of these shapes cannot be trained on; "" if they can.
-
-        num_frames: video frames that they were made of; 0 if nobody knows.
-        """
+        """Why latents of these shapes cannot be trained on; "" if they can. num_frames: video frames that they were
+        made of; 0 if nobody knows."""
         comfy, latent, title = self.comfy, self.latent, self.title
         if NOISE_MASK in shapes and not comfy.reads_all:
             return f"it has a noise_mask, which training of {title} does not read; take it out"

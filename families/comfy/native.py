@@ -30,10 +30,8 @@ Evidence = Literal["run", "outside", "read"]
 
 @dataclass(frozen=True)
 class Follows:
-    """Where the blocks of a side list belong: each on the device of the main block it adds to.
-
-    A side block runs right after its main block, and its result is added to that block's output.
-    """
+    """Where the blocks of a side list belong: each on the device of the main block it adds to. A side block runs right
+    after its main block, and its result is added to that block's output."""
 
     main: str  # the block list that is followed
     mapping: str  # attribute of the model, a dict {index in main: index in the side list}
@@ -136,10 +134,8 @@ class NativeModel:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether micro-batches may run interleaved.
-
-        Each needs its own copy of transformer_options: most classes write block_index into the dict they are given.
-        """
+        """Whether micro-batches may run interleaved. Each needs its own copy of transformer_options: most classes write
+        block_index into the dict they are given."""
         return self.transport == "stream" and not self.is_sequential
 
     @property

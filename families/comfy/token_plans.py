@@ -48,9 +48,7 @@ def _after_prompt(rows: Any, attention: Any) -> Any:
 
 def _block_causal(rows: Any, attention: Any) -> Any:
     """Qwen-Image 2.1's function: rows of a text attend to those before them, a picture's to its own and all before it.
-
-    segments: (start, end, mask) of all rows, which become one of the rank's rows with a mask against all.
-    """
+    segments: (start, end, mask) of all rows, which become one of the rank's rows with a mask against all."""
     segments = attention.__closure__[attention.__code__.co_freevars.index("segments")].cell_contents
     first, count = rows.share("x")
     mask = None
