@@ -126,8 +126,16 @@ class QuantizedWriter:
 
     def expect(self, num_bytes: int) -> None:
         """Say how much will come, so that a disk too small for it is not filled first."""
+
+        def require_room() -> None:
+            folder = self._file.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            missing = num_bytes - shutil.disk_usage(folder).free
+            if missing > 0:
+                raise OSError(f"{folder} has {missing} bytes ({missing / 1e9:.2f} GB) too little room")
+
         if num_bytes:
-            self._try(lambda: self._require_room(num_bytes))
+            self._try(require_room)
 
     def add(self, fqn: str, stored: Stored8) -> None:
         """Write a rounded layer behind the others."""
@@ -151,14 +159,6 @@ class QuantizedWriter:
                 self._stream.close()
         with contextlib.suppress(OSError):
             self._temporary.unlink()
-
-    def _require_room(self, num_bytes: int) -> None:
-        """Raises: OSError naming the bytes missing."""
-        folder = self._file.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        missing = num_bytes - shutil.disk_usage(folder).free
-        if missing > 0:
-            raise OSError(f"{folder} has {missing} bytes ({missing / 1e9:.2f} GB) too little room")
 
     def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self._stream is None:

@@ -272,8 +272,9 @@ def _grad_input_by_slices(
     h: Tensor, h_scale: Tensor, weight: Tensor, dtype: torch.dtype, choice: KernelChoice
 ) -> Tensor:
     """h @ weight * h_scale; a slice of weight's columns at a time is transposed, multiplied and dropped."""
-    num_out, num_in = weight.shape
-    width = _slice_width(h.device, num_out, num_in)
+    num_in = weight.shape[1]
+    count = math.ceil(weight.numel() / slice_weights(h.device))
+    width = math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE  # about equal: a narrow rest would idle a large card
     found = []
     for start in range(0, num_in, width):
         piece = weight[:, start : start + width]
@@ -284,12 +285,6 @@ def _grad_input_by_slices(
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)  # type: ignore[arg-type]
-
-
-def _slice_width(device: torch.device, num_out: int, num_in: int) -> int:
-    """Columns of a weight to transpose at a time; all slices are about equal: a narrow rest would idle a large card."""
-    count = math.ceil(num_out * num_in / slice_weights(device))
-    return math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE
 
 
 # ---- under torch.compile
