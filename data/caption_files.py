@@ -25,7 +25,7 @@ from .captions import Tables, caption_file, make_captions, read_tables
 from .cuts import bucket_step, choose_bucket, make_buckets
 from .folders import concepts, is_media, list_files
 from .image import read_size
-from .video import first_picture, is_clip, probe_clip
+from .video import first_picture, is_clip
 
 MOST_FILES = 5000  # of a folder, that are shown
 MOST_SHOWN = 2**26  # pixels that are decoded for a small picture: a quarter of a gigabyte
@@ -188,7 +188,9 @@ def _known(path: str, changed: int) -> tuple[bool, tuple[int, int] | None, str]:
     """Whether it is a clip, its size, and what is wrong with it. changed: time of the last change, in ns."""
     file, is_moving = Path(path), is_clip(Path(path))
     try:
-        size = probe_clip(file, is_decoded=False).size if is_moving else read_size(file, is_decoded=False)
-        return is_moving, size, ""
+        if not is_moving:
+            return False, read_size(file, is_decoded=False), ""
+        width, height = first_picture(file, 0, MOST_SHOWN).size
+        return True, (height, width), ""
     except (ValueError, RuntimeError, OSError) as error:
         return is_moving, None, str(error)

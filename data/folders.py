@@ -40,7 +40,7 @@ from .cuts import (
     make_clip_plan,
     plan_crop,
 )
-from .image import ImageRequest, SoundRequest, look_at
+from .image import ImageRequest, SoundRequest, is_blank, look_at
 from .left_out import LeftOut, is_of_system
 from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
 from .samples import Condition, Sample, is_in_alpha, load_mask, read_mask
@@ -345,14 +345,14 @@ def _inspect(
 
     clip: ClipInfo | None = None
     cuts: _Cuts = ((),)
-    is_blank, sounds = False, None
+    look, sounds = None, None
     if latent.audio_rows:
         total, sounds = attempt(lambda file: cut_sound(file, plan, latent), path) or (0, ())
         size: tuple[int, int] | None = (latent.audio_rows, total)
     else:
         clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
         look = None if clip or problems else attempt(look_at, path)
-        size, is_blank = (clip.size, False) if clip else look or (None, False)
+        size = clip.size if clip else look and look[0]
     captions, source = attempt(tables.of, path) or (None, "")
     if captions is None and folder.caption:
         captions, source = (folder.caption,), "their folder"
@@ -372,7 +372,7 @@ def _inspect(
         sounds = attempt(lambda file: sounds_of_clip(file, clip, plan, latent), path)
     is_idle = not problems and mask is not None and is_in_alpha(mask)
     made = _Picture(path, mask, size, captions, source, tuple(problems), clip, cuts, sounds or (), song or {})
-    return replace(made, pair=pair or Pair(), is_blank=is_blank, is_mask_idle=is_idle)
+    return replace(made, pair=pair or Pair(), is_blank=look is not None and is_blank(look[1]), is_mask_idle=is_idle)
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:

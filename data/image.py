@@ -1,9 +1,8 @@
 """One training image: from its file to pixels. Clips are read by video.py, which cuts every frame as is done here.
 
-The order is fixed, because each step changes what the next one sees: rotate as EXIF says, make RGB, resize with Lanczos
-to `resize`, cut `crop` out. Where a file holds more than RGB: transparency is laid on white (as web pages and most
-viewers show it; the colours under full transparency are arbitrary), 16-bit grey is scaled to 8 bit, colour profiles are
-not applied, and of an animation the first frame is taken.
+In this order it is rotated as EXIF says, made RGB, resized with Lanczos to `resize`, and `crop` is cut out.
+Transparency is laid on white, as web pages and most viewers show it; 16-bit grey is scaled to 8 bit, colour profiles
+are not applied, and of an animation the first frame is taken.
 """
 
 from __future__ import annotations
@@ -36,16 +35,12 @@ _MAPPED = ("L", "P", "RGBA", "CMYK", "I;16", "I;16L", "I;16B")
 
 @dataclass(frozen=True)
 class SoundRequest:
-    """A sound, and the part wanted of it.
+    """A sound, and the part wanted of it."""
 
-    Args:
-        path: sound file, or a clip with its own track. cells: columns of latents that the part is to become.
-    """
-
-    path: str
+    path: str  # sound file, or a clip with its own track
     start_s: float
     length_s: float
-    cells: int
+    cells: int  # columns of latents that the part is to become
 
 
 @dataclass(frozen=True)
@@ -79,10 +74,7 @@ class ImageRequest:
 
 
 def read_pixels(request: ImageRequest) -> torch.Tensor:
-    """The requested pixels of an image, float32 in -1..1. [3, crop height, crop width]
-
-    Raises: ValueError naming the file if it cannot be read as an image.
-    """
+    """The requested pixels of an image, float32 in -1..1. [3, crop height, crop width]; as open_image."""
     pixels = cut_out(open_image(request.path), request)
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
@@ -91,8 +83,7 @@ def open_image(path: str | Path, side: int = 0, most: int = 0) -> PilImage:
     """The whole image, turned as EXIF says, in RGB.
 
     Args:
-        side: pixels of the longer side that are wanted, if not all are: no more is made RGB than that needs, and less
-            is decoded where the format allows it. Of an animation the first frame is taken.
+        side: pixels of the longer side that are wanted, if not all are: less is decoded where the format allows it.
         most: pixels that may be decoded; left out, as many as an image may have.
     Raises: ValueError naming the file if it cannot be read as an image, or has too many pixels.
     """
@@ -122,41 +113,36 @@ def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
 
 
 def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
-    """(height, width) of an image, turned as EXIF says.
+    """(height, width) of an image, turned as EXIF says; as look_at."""
+    return look_at(path, is_decoded=is_decoded)[0]
+
+
+def look_at(path: Path, *, is_decoded: bool = True) -> tuple[tuple[int, int], PilImage]:
+    """(height, width) of an image, turned as EXIF says, and what was decoded for it: of a JPEG an eighth of each side.
 
     Args:
-        is_decoded: decode all of it, which finds damage; else read the header alone, but for a TIFF.
+        is_decoded: decode all of it, which finds damage; else read what stands before the pixels, but for a TIFF.
     Raises: ValueError naming the file if it is broken.
     """
-    return _look_at(path, is_decoded)[0]
-
-
-def look_at(path: Path) -> tuple[tuple[int, int], bool]:
-    """(height, width), and whether all pixels are alike, as of a picture that is all black or all transparent.
-
-    Raises: as read_size, which decodes as much.
-    """
-    size, image = _look_at(path, is_decoded=True)
-    few = (math.ceil(image.width / _PER_PIXEL), math.ceil(image.height / _PER_PIXEL))
-    looks = (image.resize(few, Image.Resampling.NEAREST), image)  # in nearly all images a few pixels differ already
-    return size, all(np.ptp(np.asarray(to_rgb(look)), axis=(0, 1)).max() <= 2 for look in looks)
-
-
-def _look_at(path: Path, is_decoded: bool) -> tuple[tuple[int, int], PilImage]:
-    """Size as read_size, and what was decoded for it: of a JPEG an eighth of each side."""
     with naming(path), opened(path) as image:
         width, height = image.size
         seen: PilImage = image
         if image.format == "TIFF":  # Pillow turns it while it decodes it; what the header says depends on Pillow
             seen = exif_transpose(image)
             width, height = seen.size
-        elif is_decoded:
-            # JPEG: all of the file is read, an eighth is computed
+        elif is_decoded:  # JPEG: all of the file is read, an eighth is computed
             image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
             image.load()
-        exif = image.getexif() if is_decoded else _exif_of_header(image, path)
+        exif = image.getexif() if is_decoded else Image.Image.getexif(image)
         is_turned = image.format != "TIFF" and exif.get(_ORIENTATION, 1) in _QUARTER_TURNS
     return ((width, height) if is_turned else (height, width)), seen
+
+
+def is_blank(image: PilImage) -> bool:
+    """Whether all pixels are alike, as of a picture that is all black or all transparent."""
+    few = (math.ceil(image.width / _PER_PIXEL), math.ceil(image.height / _PER_PIXEL))
+    looks = (image.resize(few, Image.Resampling.NEAREST), image)  # in nearly all images a few pixels differ already
+    return all(np.ptp(np.asarray(to_rgb(look)), axis=(0, 1)).max() <= 2 for look in looks)
 
 
 def image_fingerprint(path: str | Path) -> str:
@@ -165,30 +151,15 @@ def image_fingerprint(path: str | Path) -> str:
     Raises: OSError if it cannot be read.
     """
     content = file_fingerprint(path)
-    with open(path, "rb") as data:
-        may_be_tiff = data.read(2) in (b"II", b"MM")
-    if may_be_tiff:
-        with suppress(*BROKEN_IMAGE), opened(path) as opened_file:
-            # An uncompressed TIFF to be turned by a quarter, of a kind whose rows were once cut wrongly.
-            file: Any = opened_file
-            is_mapped = file.mode in _MAPPED and len(file.tile) == 1 and file.tile[0][0] == "raw"
-            if is_mapped and file.format == "TIFF" and file.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS:
-                return settings_fingerprint([content, _TURNING_VERSION])
+    with open(path, "rb") as data, suppress(*BROKEN_IMAGE):
+        if data.read(2) in (b"II", b"MM"):
+            with opened(path) as opened_file:
+                # An uncompressed TIFF to be turned by a quarter, of a kind whose rows were once cut wrongly.
+                file: Any = opened_file
+                is_mapped = file.mode in _MAPPED and len(file.tile) == 1 and file.tile[0][0] == "raw"
+                if is_mapped and file.format == "TIFF" and file.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS:
+                    return settings_fingerprint([content, _TURNING_VERSION])
     return content
-
-
-def _exif_of_header(image: PilImage, path: Path) -> Any:
-    """EXIF of an image without decoding it, as Pillow does to find what stands behind a PNG's pixels."""
-    if image.format == "PNG" and "exif" not in image.info:
-        with open(path, "rb") as file:
-            file.seek(8)
-            while len(head := file.read(8)) == 8:  # of a chunk: its length and kind
-                length = int.from_bytes(head[:4], "big")
-                if head[4:] == b"eXIf":
-                    image.info["exif"] = b"Exif\0\0" + file.read(length)
-                    break
-                file.seek(length + 4, os.SEEK_CUR)
-    return Image.Image.getexif(image)
 
 
 def to_rgb(image: PilImage) -> Any:
@@ -203,6 +174,7 @@ def to_rgb(image: PilImage) -> Any:
 
 
 _EVERYWHERE = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+_LISTED = f"{', '.join(_EVERYWHERE[:-1])} or {_EVERYWHERE[-1]}"
 _FORMATS = (*_EVERYWHERE, "AVIF", "JPEG2000", "HEIF", "JXL")
 _ANIMATED = ("PNG", "WEBP", "GIF", "AVIF", "JXL")  # one frame or many: the name does not tell
 PLUGINS = {"HEIF": "pillow-heif", "JXL": "pillow-jxl-plugin"}  # packages, whose import tells Pillow
@@ -260,8 +232,7 @@ def _suffixes_of(wanted: tuple[str, ...]) -> tuple[str, ...]:
 def opened(path: str | Path) -> Iterator[PilImage]:
     """The image file, with its header read and no pixel yet. A thread has one open at a time, or may wait for itself.
 
-    Raises: ValueError if it is no ordinary file, of another format, of numbers that mean no brightness, or holds too
-        many pixels; what Pillow raises for a broken one.
+    Raises: ValueError for what is no image that is read here, or too large; what Pillow raises for a broken one.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would keep us waiting
         raise ValueError("it is no ordinary file; put an image in its place")
@@ -328,6 +299,3 @@ def refuse_too_large(width: int, height: int, most: int = 0) -> None:
     most = most or MAX_PIXELS
     if width * height > most:
         raise ValueError(f"it has {width}x{height} pixels, more than {most} in all; scale it down")
-
-
-_LISTED = f"{', '.join(_EVERYWHERE[:-1])} or {_EVERYWHERE[-1]}"

@@ -3,9 +3,8 @@
 A request names frames by number, counted in the order in which they are shown. Which numbers those are, so frame rate
 and window, is decided before (data/cuts.py) and is part of the sample: reading has nothing left to choose.
 
-MP4, MOV, MKV, WebM, AVI, FLV and MPEG go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as
-still images do. A sub-folder of images, sorted by the numbers in their names, is a clip too. Frames come one after the
-other, and only the wanted ones are kept.
+Videos go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as still images do. A sub-folder of
+images, sorted by the numbers in their names, is a clip too.
 
 A frame is turned and mirrored as the file says, stretched where its pixels are not square, laid on white where it is
 transparent, and then resized and cropped like an image. YUV becomes RGB by the matrix and range the file names. What is
@@ -100,27 +99,22 @@ def is_clip(path: Path) -> bool:
         return False
 
 
-def probe_clip(path: Path, *, is_decoded: bool = True) -> ClipInfo:
+def probe_clip(path: Path) -> ClipInfo:
     """What the clip holds.
 
     Of a video all packets are read and the first frame is decoded: the price of reading the file. Animations and
     folders of images are decoded whole.
 
-    Args:
-        is_decoded: left out, all of that is done; else headers of images and the first frame of a video are read, and
-            frames of animations and videos are not counted.
     Raises: ValueError naming the file and what is wrong with it; RuntimeError without PyAV.
     """
     with naming(path, "a clip"):
         if path.is_dir():
-            return _probe_sequence(path, is_decoded)
+            return _probe_sequence(path)
         if path.suffix.lower() in animation_suffixes():
-            return _probe_animation(path) if is_decoded else ClipInfo(read_size(path, is_decoded=False), 0)
-        if is_decoded and _has_times(path):
+            return _probe_animation(path)
+        if _has_times(path):
             return _read_track(path)[1]
         with _opened(path) as (container, stream):
-            if not is_decoded:
-                return _clip_info(stream, _first_frame(container, stream), (), 0.0)
             frames = _decode(container, stream)  # all of a clip without times is decoded
             first, rate = next(frames, None), stream.average_rate
             if first is None or not rate:
@@ -149,10 +143,10 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
 
 
 def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
-    """An image, or the first frame of a clip, in RGB and upright, with so many pixels along its longer side.
+    """An image, or the first frame of a clip, in RGB and upright.
 
     Args:
-        most: pixels that may be decoded; left out, as many as an image may have.
+        side: pixels along its longer side, at most; 0 for all. most: pixels that may be decoded; 0 as for any image.
     Raises: ValueError naming the file if it cannot be read; RuntimeError without PyAV.
     """
     with naming(path, "a clip"):
@@ -161,7 +155,8 @@ def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
                 image = _to_image(_first_frame(container, stream), stream.sample_aspect_ratio)
         else:
             image = open_image(_sequence(path)[0] if path.is_dir() else path, side, most)
-    image.thumbnail((side, side))
+    if side:
+        image.thumbnail((side, side))
     return image
 
 
@@ -208,9 +203,9 @@ def _sequence(folder: Path) -> list[Path]:
     return files
 
 
-def _probe_sequence(folder: Path, is_decoded: bool) -> ClipInfo:
+def _probe_sequence(folder: Path) -> ClipInfo:
     files = _sequence(folder)
-    sizes = [read_size(file, is_decoded=is_decoded) for file in files]
+    sizes = [read_size(file) for file in files]
     for file, size in zip(files, sizes, strict=True):
         if size != sizes[0]:
             raise ValueError(
