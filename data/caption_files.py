@@ -60,9 +60,7 @@ class Captioned:
 
 def media_files(config: DataConfig) -> list[Path]:
     """The images and clips of the config's first folder, or of its sub-folders in place of it, by name; no links.
-
-    Raises: ValueError for a folder without any, or with far more than a dataset.
-    """
+    Raises: ValueError for a folder without any, or with far more than a dataset."""
     parts = [each for each in concepts(config.folders[0], go_on) if not Path(each.path).is_symlink()]
     found = [path for each in parts for path, _ in list_files(each, False, ANY_MODEL, go_on)]
     return [path for path in found if not path.is_symlink()][:MOST_FILES]
@@ -84,10 +82,8 @@ def media_file(folder: Path, name: str) -> Path | None:
 
 
 def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator[Captioned]:
-    """Images and clips of the config's first folder, those without a caption first. paths: left out, all.
-
-    Raises: ValueError as media_files; for a folder of folders; for a resolution below a bucket's smallest side.
-    """
+    """Images and clips of the config's first folder, those without a caption first. paths: left out, all. Raises:
+    ValueError as media_files; for a folder of folders; for a resolution below a bucket's smallest side."""
     folder = config.folders[0]
     step = bucket_step(config, ANY_MODEL)
     sizes = [make_buckets(each, step, config.max_aspect_ratio) for each in folder.resolutions or config.resolutions]
@@ -164,10 +160,8 @@ def _drawn(path: str, changed: int, side: int) -> bytes:
 
 
 def whole_picture(path: Path, side: int) -> torch.Tensor:
-    """An image, or the first frame of a clip, scaled down to so many pixels; float32 in 0..1. [1, H, W, 3]
-
-    Raises: ValueError if it cannot be read.
-    """
+    """An image, or the first frame of a clip, scaled down to so many pixels; float32 in 0..1. [1, H, W, 3] Raises:
+    ValueError if it cannot be read."""
     picture = first_picture(path, side)
     return torch.from_numpy(np.asarray(picture).copy()).to(torch.float32).div_(255.0)[None]
 

@@ -56,10 +56,8 @@ def lyrics_file(path: Path) -> Path:
 
 
 def read_caption(path: Path) -> str | None:
-    """The caption without blanks around it; None if there is no such file.
-
-    Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
-    """
+    """The caption without blanks around it; None if there is no such file. Raises: ValueError naming the file if it is
+    not UTF-8, no ordinary file, or too long for a caption."""
     try:
         return _read_text(path, _MOST_CAPTION_BYTES, "a caption").strip()
     except FileNotFoundError:
@@ -115,10 +113,8 @@ class Tables:
     strange: list[str] = field(default_factory=list)
 
     def of(self, path: Path) -> tuple[tuple[str, ...] | None, str]:
-        """The captions of an image or clip, and which kind of file, or which file of many, has them.
-
-        Raises: ValueError as read_caption.
-        """
+        """The captions of an image or clip, and which kind of file, or which file of many, has them. Raises: ValueError
+        as read_caption."""
         file = caption_file(path)
         if (text := read_caption(file)) is not None:
             return (text,), file.suffix
@@ -129,9 +125,7 @@ class Tables:
 
     def song_of(self, path: Path) -> dict[str, str | int]:
         """What is said of a song beside its caption: lyrics from their own file, else from JSON; the rest from JSON.
-
-        Raises: ValueError as read_caption, or for a value that no model takes.
-        """
+        Raises: ValueError as read_caption, or for a value that no model takes."""
         entry = self.entries.get(_place(path))
         given = entry.value if entry and isinstance(entry.value, dict) else {}
         said = {key: (given[key], str(entry)) for key in _OF_SONGS if given.get(key) not in (None, "")}
@@ -160,10 +154,8 @@ def read_tables(
     of_songs: bool = False,
 ) -> Tables:
     """The captions in the JSON files of folders, of images and clips in them and below. They are not looked at where
-    each has a caption file of its own, unless they are of_songs and say more.
-
-    Raises: ValueError naming file and line of what is wrong.
-    """
+    each has a caption file of its own, unless they are of_songs and say more. Raises: ValueError naming file and line
+    of what is wrong."""
     found = Tables()
     if not of_songs and all(os.path.lexists(caption_file(path)) for path in media):
         return found
@@ -240,10 +232,7 @@ def _add(found: Tables, file: Path, entries: Sequence[_Entry], names: Mapping[st
 
 
 def _texts_of(entry: _Entry) -> tuple[str, ...]:
-    """The captions that an entry holds; its tags stand behind each.
-
-    Raises: ValueError for what is no text.
-    """
+    """The captions that an entry holds; its tags stand behind each. Raises: ValueError for what is no text."""
     value, tags = entry.value, []
     if isinstance(value, dict):
         given = {repr(value[key]): key for key in _TEXT_KEYS if value.get(key) is not None}
@@ -281,9 +270,7 @@ _KEPT = "|||"  # what stands before the first, and behind a second, keeps its pl
 
 def make_captions(texts: Sequence[str], config: DataConfig, folder: FolderConfig) -> tuple[str, ...]:
     """What an image or clip is trained with, one of these each time; each given text makes equally many of them.
-
-    Raises: ValueError for more lines than an image may have captions.
-    """
+    Raises: ValueError for more lines than an image may have captions."""
     if config.caption_lines:
         texts = [line for text in texts for line in map(str.strip, text.splitlines()) if line] or [""]
         if len(texts) > _MOST_TEXTS:

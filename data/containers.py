@@ -44,10 +44,8 @@ def open_container(path: Path) -> Iterator[Any]:
 
 
 def find_kind(file: BinaryIO) -> str:
-    """FFmpeg's name of the container, if all of the file is there.
-
-    Raises: ValueError for another content, or a file that is shorter than it says.
-    """
+    """FFmpeg's name of the container, if all of the file is there. Raises: ValueError for another content, or a file
+    that is shorter than it says."""
     start = file.read(2 * 192)
     if not start:
         raise ValueError("the file is empty")

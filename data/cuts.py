@@ -30,9 +30,7 @@ def bucket_step(config: DataConfig, latent: LatentSpec) -> int:
 
 def make_buckets(resolution: int, step: int, max_aspect_ratio: float) -> list[tuple[int, int]]:
     """Sizes of about resolution squared pixels, sides multiples of `step`, from square to the widest, both ways round.
-
-    Raises: ValueError if the resolution is below `step`.
-    """
+    Raises: ValueError if the resolution is below `step`."""
     if resolution < step:
         raise ValueError(f"resolution {resolution} is below {step} pixels, the smallest side a bucket can have here")
     square = step * round(resolution / step)
@@ -82,10 +80,8 @@ class ClipPlan:
     seconds: float = 0.0  # of the parts of a sound; 0 takes all of it
 
     def cut(self, info: ClipInfo) -> dict[int, tuple[int, ...]]:
-        """The clip's frames of every sample made of it, by the tick of its rate at which the sample begins.
-
-        Raises: ValueError for a clip that is shorter than every length; says what would work.
-        """
+        """The clip's frames of every sample made of it, by the tick of its rate at which the sample begins. Raises:
+        ValueError for a clip that is shorter than every length; says what would work."""
         shown = show_at(info, self.fps)
         length = max((length for length in self.lengths if length <= len(shown)), default=0)
         if not length:
@@ -115,10 +111,8 @@ def is_slower(info: ClipInfo, fps: float | None) -> bool:
 
 
 def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
-    """The config's settings, else the model's.
-
-    Raises: ValueError for lengths that the model does not take; names the nearest. For another rate than sound has.
-    """
+    """The config's settings, else the model's. Raises: ValueError for lengths that the model does not take; names the
+    nearest. For another rate than sound has."""
     frames = sorted(set(config.frames or latent.frame_lengths))
     if not latent.is_video and frames != [1]:
         raise ValueError(f"data.frames is {frames}, but this model makes images only; leave it out")

@@ -216,10 +216,8 @@ def repeats_of(name: str) -> tuple[int, str] | None:
 
 def concepts(folder: FolderConfig, ask: Callable[[], None], latent: LatentSpec | None = None) -> list[FolderConfig]:
     """The folder; or its sub-folders with images or clips, where it has none itself. 10_cat gives repeats 10, and cat
-    as the caption of images that have none.
-
-    Raises: ValueError for repeats out of range; for sub-folders that may be no concepts, or with references or control.
-    """
+    as the caption of images that have none. Raises: ValueError for repeats out of range; for sub-folders that may be no
+    concepts, or with references or control."""
     root, looked = Path(folder.path), Looked(ask)
     entries = looked.entries(root) if root.is_dir() else []
     is_read = _is_sound if latent and latent.audio_rows else is_media
@@ -246,10 +244,8 @@ def concepts(folder: FolderConfig, ask: Callable[[], None], latent: LatentSpec |
 def list_files(
     folder: FolderConfig, use_masks: bool, latent: LatentSpec, ask: Callable[[], None]
 ) -> list[tuple[Path, Path | None]]:
-    """The images and clips of a folder with their masks, sorted by name.
-
-    Raises: ValueError if there is none; for a mask that is no PNG, or one of two; for a folder that holds too much.
-    """
+    """The images and clips of a folder with their masks, sorted by name. Raises: ValueError if there is none; for a
+    mask that is no PNG, or one of two; for a folder that holds too much."""
     root = Path(folder.path)
     if not root.is_dir():
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")

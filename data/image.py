@@ -146,10 +146,8 @@ def is_blank(image: PilImage) -> bool:
 
 
 def image_fingerprint(path: str | Path) -> str:
-    """Hash of a file's bytes; of an image that was once read in another way, not the hash that it had then.
-
-    Raises: OSError if it cannot be read.
-    """
+    """Hash of a file's bytes; of an image that was once read in another way, not the hash that it had then. Raises:
+    OSError if it cannot be read."""
     content = file_fingerprint(path)
     with open(path, "rb") as data, suppress(*BROKEN_IMAGE):
         if data.read(2) in (b"II", b"MM"):
@@ -231,9 +229,7 @@ def _suffixes_of(wanted: tuple[str, ...]) -> tuple[str, ...]:
 @contextmanager
 def opened(path: str | Path) -> Iterator[PilImage]:
     """The image file, with its header read and no pixel yet. A thread has one open at a time, or may wait for itself.
-
-    Raises: ValueError for what is no image that is read here, or too large; what Pillow raises for a broken one.
-    """
+    Raises: ValueError for what is no image that is read here, or too large; what Pillow raises for a broken one."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would keep us waiting
         raise ValueError("it is no ordinary file; put an image in its place")
     with open(path, "rb") as data:

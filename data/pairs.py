@@ -43,10 +43,8 @@ class Pair:
 
 
 def find_partners(config: FolderConfig, way: ConditionWay, stems: Sequence[str], ask: Callable[[], None]) -> Partners:
-    """Lists the folders.
-
-    Raises: ValueError for a folder that is missing, that the way does not take, or the way lacks.
-    """
+    """Lists the folders. Raises: ValueError for a folder that is missing, that the way does not take, or the way
+    lacks."""
     for key, given, takes, needs in (
         ("references", config.references, way.most, way.least),
         ("control", (config.control,) if config.control else (), way.takes_control, way.takes_control),
@@ -75,10 +73,8 @@ def _index(folder: Path, suffixes: Sequence[str], ask: Callable[[], None]) -> _I
 
 
 def find_pair(path: Path, stem: str, partners: Partners) -> Pair:
-    """The files of one image or clip; every reference is decoded.
-
-    Raises: ValueError naming what is missing, twice there, or broken.
-    """
+    """The files of one image or clip; every reference is decoded. Raises: ValueError naming what is missing, twice
+    there, or broken."""
     references: list[Path] = []
     for index, folder in zip(partners.references, partners.config.references, strict=True):
         names = [stem] if stem in index else []
@@ -110,10 +106,8 @@ def _only(path: Path, name: str, index: _Index, folder: str, kind: str) -> Path:
 
 
 def refuse_other_shape(path: Path, size: tuple[int, int], clip: ClipInfo | None, control: Path) -> None:
-    """Reads what an image or clip follows.
-
-    Raises: ValueError where it has another shape, or another number of frames.
-    """
+    """Reads what an image or clip follows. Raises: ValueError where it has another shape, or another number of
+    frames."""
     info = probe_clip(control) if is_clip(control) else None
     if (info is None) != (clip is None):
         kinds = ["an image" if each is None else "a clip" for each in (info, clip)]

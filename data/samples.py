@@ -139,9 +139,7 @@ TrainingSample = Sample | EncodedSample
 
 def dataset_fingerprint(samples: Sequence[Sample]) -> str:
     """Hash of what is trained on, in order: image and mask bytes, captions, crops, frames; not where the files lie.
-
-    Raises: OSError if a file has gone.
-    """
+    Raises: OSError if a file has gone."""
     paths = dict.fromkeys(
         path
         for s in samples
@@ -270,10 +268,8 @@ class BatchOrder:
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue behind the batches that were done.
-
-        Raises: ValueError for a position that this order does not have.
-        """
+        """Continue behind the batches that were done. Raises: ValueError for a position that this order does not
+        have."""
         epoch, index = int(state["epoch"]), int(state["index"])
         batches = self.batches_of(epoch)
         if epoch < 0 or not 0 <= index <= len(batches):
@@ -323,9 +319,7 @@ def is_in_alpha(path: Path) -> bool:
 
 def read_mask(path: Path) -> torch.Tensor:
     """Brightness of the mask's pixels, 0 black to 1 white; transparency and colour profiles are not looked at. [h, w]
-
-    Raises: ValueError naming the file if it is broken.
-    """
+    Raises: ValueError naming the file if it is broken."""
     with naming(path, "a mask"), opened(path) as file:
         image = exif_transpose(file)
         is_16_bit = image.mode.startswith("I")

@@ -37,10 +37,7 @@ _HOLE_S = 0.04  # by which times of a track differ from its count of samples, wh
 
 
 def sound_beside(clip: Path) -> Path | None:
-    """The sound file of a clip's name; None without.
-
-    Raises: ValueError for more than one.
-    """
+    """The sound file of a clip's name; None without. Raises: ValueError for more than one."""
     endings = [each for suffix in SOUND_SUFFIXES for each in (suffix, suffix.upper())]
     found = {file.resolve(): file for ending in endings if (file := clip.with_name(stem_of(clip) + ending)).is_file()}
     if len(found) > 1:
@@ -50,10 +47,8 @@ def sound_beside(clip: Path) -> Path | None:
 
 
 def probe_sound(path: Path) -> float | None:
-    """Seconds of a sound, all of which is decoded; None for a file without any.
-
-    Raises: ValueError naming the file if it is damaged, or no sound that is taken.
-    """
+    """Seconds of a sound, all of which is decoded; None for a file without any. Raises: ValueError naming the file if
+    it is damaged, or no sound that is taken."""
     with naming(path, "sound"), _opened(path) as (container, stream):
         if stream is None:
             return None
@@ -133,10 +128,8 @@ def _decoded(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
 
 
 def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tuple[SoundRequest, ...]]:
-    """Columns of latents of all of a sound, and the part of each sample that is made of it.
-
-    Raises: ValueError naming the file if it cannot be read, is too short for one column, or too long for a whole.
-    """
+    """Columns of latents of all of a sound, and the part of each sample that is made of it. Raises: ValueError naming
+    the file if it cannot be read, is too short for one column, or too long for a whole."""
     seconds, rate = probe_sound(path) or 0.0, latent.sound_rate
     total = math.floor(seconds * rate + _ROUNDING)
     length = min(total, max(1, math.floor((plan.seconds or _LONGEST_S) * rate + _ROUNDING)))
@@ -148,9 +141,7 @@ def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tupl
 
 def sounds_of_clip(path: Path, clip: ClipInfo, plan: ClipPlan, latent: LatentSpec) -> tuple[SoundRequest, ...]:
     """Of each part of a clip: of the sound file beside it, else of its own track; () without either, and for stills.
-
-    Raises: ValueError naming a file that cannot be read, or a sound file that ends before a part begins.
-    """
+    Raises: ValueError naming a file that cannot be read, or a sound file that ends before a part begins."""
     file = sound_beside(path) or path
     cuts = plan.cut(clip)  # by the tick at which a part begins, not by its first frame, which may be older
     if len(next(iter(cuts.values()))) < 2:  # a still of a clip

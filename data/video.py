@@ -125,9 +125,7 @@ def probe_clip(path: Path) -> ClipInfo:
 
 def read_frames(request: ImageRequest) -> torch.Tensor:
     """The requested pixels of an image or clip, float32 in -1..1. [3, F, crop height, crop width]; F is 1 for an image
-
-    Raises: ValueError naming the file if it cannot be read, or ends before the last wanted frame.
-    """
+    Raises: ValueError naming the file if it cannot be read, or ends before the last wanted frame."""
     if not request.frames:
         return read_pixels(request)[:, None]
     path, wanted = Path(request.path), sorted(set(request.frames))
@@ -161,10 +159,8 @@ def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
 
 
 def media_fingerprint(path: str | Path) -> str:
-    """Hash of the bytes of a file, or of all images of a folder in their order, whatever they are called.
-
-    Raises: OSError if one cannot be read.
-    """
+    """Hash of the bytes of a file, or of all images of a folder in their order, whatever they are called. Raises:
+    OSError if one cannot be read."""
     path = Path(path)
     if not path.is_dir():
         return image_fingerprint(path)

@@ -43,10 +43,8 @@ class Claims:
         self.folder = store.folder / _FOLDER
 
     def take(self, key: str) -> Claim | None:
-        """Claim an entry; None if another process, or another thread, has it.
-
-        Raises: OSError naming the file if the folder cannot be written.
-        """
+        """Claim an entry; None if another process, or another thread, has it. Raises: OSError naming the file if the
+        folder cannot be written."""
         path = self.folder / f"{key}{_SUFFIX}"
         try:
             claim = take_claim(path)
@@ -144,10 +142,8 @@ def living_run(store: CacheStore) -> Iterator[None]:
 
 
 def has_living_runs(store: CacheStore) -> bool:
-    """Whether runs may read the store; what killed ones have left in it is deleted.
-
-    Raises: OSError if the folder cannot be read or written.
-    """
+    """Whether runs may read the store; what killed ones have left in it is deleted. Raises: OSError if the folder
+    cannot be read or written."""
     if not store.folder.is_dir():
         return False
     Claims(store).remove_left()

@@ -85,10 +85,8 @@ def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) 
 
 
 def read_tokens(tokens: Any, what: str) -> Entry:
-    """What a tokenizer of ComfyUI's makes of one text: for each text encoder, parts of (token, weight, ...).
-
-    Raises: ValueError for parts of several lengths, or a token that is no number.
-    """
+    """What a tokenizer of ComfyUI's makes of one text: for each text encoder, parts of (token, weight, ...). Raises:
+    ValueError for parts of several lengths, or a token that is no number."""
     if not isinstance(tokens, Mapping) or not tokens:
         raise ValueError(f"{what}: tokens by text encoder are needed, found {_describe(tokens)}")
     found: Entry = {}
@@ -194,10 +192,8 @@ def _sides(samples: torch.Tensor) -> tuple[int, ...]:
 
 
 def read_samples(samples: Any, what: str) -> list[Entry]:
-    """The samples of a batch, one entry each; of several streams the others as MORE_SAMPLES.
-
-    Raises: ValueError if this is no tensor of that form, and no streams of as many samples.
-    """
+    """The samples of a batch, one entry each; of several streams the others as MORE_SAMPLES. Raises: ValueError if this
+    is no tensor of that form, and no streams of as many samples."""
     streams = samples.unbind() if _is_nested(samples) else [samples]
     for each in streams:
         if not isinstance(each, torch.Tensor) or each.ndim not in (3, 4, 5) or each.numel() == 0:
@@ -219,10 +215,8 @@ def _is_nested(samples: Any) -> bool:
 
 
 def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[tuple[Entry, Entry]]:
-    """Latents and text of every sample, in order.
-
-    Raises: ValueError naming the first entry of the lists that cannot be used.
-    """
+    """Latents and text of every sample, in order. Raises: ValueError naming the first entry of the lists that cannot be
+    used."""
     if len(latents) != len(conditioning):
         raise ValueError(f"found {len(latents)} latents and {len(conditioning)} conditionings; give as many of each")
     for number, (latent, texts) in enumerate(zip(latents, conditioning, strict=True), start=1):
@@ -376,10 +370,7 @@ def save_encoded(
 
 
 def load_encoded(path: str | Path) -> list[EncodedPair]:
-    """The samples that save_encoded listed.
-
-    Raises: ValueError naming the file if it is missing or no such list.
-    """
+    """The samples that save_encoded listed. Raises: ValueError naming the file if it is missing or no such list."""
     path = Path(path)
     try:
         content = read_json_object(path)

@@ -114,10 +114,8 @@ def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Ite
 def _encode(
     source: Source[Item], batch: Mapping[str, Item], load: Callable[[], None], unreadable: list[str]
 ) -> Iterator[tuple[str, Entry]]:
-    """The entries of a batch; adds to unreadable what was broken since the dataset was looked at.
-
-    Raises: RuntimeError naming those that must not be kept, behind the others; ValueError as encode_batch.
-    """
+    """The entries of a batch; adds to unreadable what was broken since the dataset was looked at. Raises: RuntimeError
+    naming those that must not be kept, behind the others; ValueError as encode_batch."""
     given: dict[str, Any] = {}
     for key, item in batch.items():
         try:

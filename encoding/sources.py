@@ -47,10 +47,8 @@ class Source(Generic[Item]):
     batch_size: int = 1
 
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
-        """The entry of each item. No weight is loaded.
-
-        Raises: ValueError naming all files that cannot be read, or a caption that is not taken.
-        """
+        """The entry of each item. No weight is loaded. Raises: ValueError naming all files that cannot be read, or a
+        caption that is not taken."""
         raise NotImplementedError
 
     def plan(self, missing: Sequence[Item]) -> None:

@@ -50,10 +50,8 @@ class CacheStore:
         self.folder = Path(folder)
 
     def path(self, key: str) -> Path:
-        """Where this entry lies or would lie.
-
-        Raises: ValueError if the key is not lower-case hexadecimal, which also keeps it inside the folder.
-        """
+        """Where this entry lies or would lie. Raises: ValueError if the key is not lower-case hexadecimal, which also
+        keeps it inside the folder."""
         if not _KEY.fullmatch(key):
             raise ValueError(f"a cache key is lower-case hexadecimal, not {key!r}")
         return self.folder / key[:2] / f"{key}{_SUFFIX}"
@@ -104,10 +102,8 @@ class CacheStore:
         return {key: stamp for key in self.keys() if (stamp := self.stamp(key)) is not None}
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write an entry, over a damaged one if there is one.
-
-        Raises: ValueError for an entry without tensors; OSError naming the file if the disk refuses.
-        """
+        """Write an entry, over a damaged one if there is one. Raises: ValueError for an entry without tensors; OSError
+        naming the file if the disk refuses."""
         if not tensors:
             raise ValueError(f"cache entry {key} has no tensors")
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}

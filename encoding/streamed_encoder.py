@@ -38,10 +38,8 @@ class _Layer:
 
 
 class StreamedLayers:
-    """The layers of an empty encoder on their way through its device; the rest is filled, and there for good.
-
-    Raises: ValueError as read_weights.
-    """
+    """The layers of an empty encoder on their way through its device; the rest is filled, and there for good. Raises:
+    ValueError as read_weights."""
 
     def __init__(self, model: nn.Module, sources: Sources, storage: Storage, captions_per_pass: int) -> None:
         assert storage.scheme == "none" and captions_per_pass > 0, (storage, captions_per_pass)

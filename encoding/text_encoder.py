@@ -314,10 +314,8 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
-    """The encoder as `spec` needs it, with weights on no device; buffers that no file holds are on the CPU.
-
-    Raises: ValueError if its folder does not describe such an encoder.
-    """
+    """The encoder as `spec` needs it, with weights on no device; buffers that no file holds are on the CPU. Raises:
+    ValueError if its folder does not describe such an encoder."""
     from transformers import AutoConfig, AutoModel
 
     folder = folder / spec.folder

@@ -87,10 +87,8 @@ class EncoderSize:
 
 
 def parse_text_device(setting: str | torch.device) -> TextDevice:
-    """What a user wrote as cache.text_device.
-
-    Raises: ValueError for what is none of the forms, or a device that does not exist here.
-    """
+    """What a user wrote as cache.text_device. Raises: ValueError for what is none of the forms, or a device that does
+    not exist here."""
     name = str(setting).strip()
     mode, _, device_name = name.partition(":")
     wanted = requested(mode)
@@ -115,11 +113,8 @@ def text_device_on(setting: str, device: str) -> str:
 def check_text_device(
     setting: str | torch.device, specs: Sequence[TextEncoderSpec], folder: str | Path, quantize: TextScheme = "none"
 ) -> None:
-    """Refuse what planning or loading would refuse later, memory and what the folder holds excepted.
-
-    Raises: ValueError as parse_text_device and check_scheme; for a stream without a card or of 8-bit weights, and a
-        single file.
-    """
+    """Refuse what planning or loading would refuse later, memory and what the folder holds excepted. Raises: ValueError
+    as parse_text_device and check_scheme; for a stream without a card or of 8-bit weights, and a single file."""
     wanted = parse_text_device(setting)
     is_streamed = wanted.mode == "stream"
     device = _emptiest_card(wanted) if is_streamed else wanted.device

@@ -173,9 +173,7 @@ def weight_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) ->
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """fqn and layers of an encoder, in the order they run: its largest list, which holds nearly all of its weights.
-
-    Raises: ValueError for a model without a list of layers.
-    """
+    Raises: ValueError for a model without a list of layers."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of layers; it cannot be a text encoder")

@@ -59,10 +59,7 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
 
 
 def find_vae(path: str | Path) -> Path:
-    """The VAE folder or single file that this path means.
-
-    Raises: ValueError if it means none.
-    """
+    """The VAE folder or single file that this path means. Raises: ValueError if it means none."""
     path = Path(path)
     if path.is_file() and path.suffix == ".safetensors":
         return path
