@@ -5,7 +5,7 @@ the model, encodes one thing after the other, and frees the model before the nex
 soon as it is there, so stopping loses at most the one in hand. Who computes is a source's matter (sources.py).
 
 Any number of processes may do this at once for one store, on any devices: each claims an entry before it computes it
-(see claims.py), and a model is loaded only by those that got something to compute. Progress counts what is done by
+(store.py), and a model is loaded only by those that got something to compute. Progress counts what is done by
 whomever.
 """
 
@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from ..system.stopping import Stopped, never
-from .claims import Claims, claimed_batches
 from .sources import Entry, Item, Source
-from .store import CacheStore, Stamp
+from .store import CacheStore, Stamp, claimed_batches
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def fill(
     unreadable: list[str] = []
     with _in_use(source, f"{len(missing)} {source.what}", on_begin) as load:
         stop_if_asked()
-        shared = claimed_batches(Claims(store), missing, source.batch_size, is_done, add, stop_if_asked)
+        shared = claimed_batches(store, missing, source.batch_size, is_done, add, stop_if_asked)
         with closing(shared) as batches:
             for batch in batches:
                 for key, entry in _encode(source, {key: missing[key] for key in batch}, load, unreadable):

@@ -1,15 +1,17 @@
 """A folder of cached tensors: one safetensors file per entry, never used when it is not whole.
 
 An entry is written once under a key that names its content (see key.py) and never changes, so nothing is locked to read
-or write one: two writers of one key write the same bytes, and either rename wins. (Who computes what is another
-question, see claims.py.) Four defects are distinguished from a whole entry:
+or write one: two writers of one key write the same bytes, and either rename wins. A file that is cut short, foreign or
+another entry's is seen by its header, one with flipped bytes by the checksum there, which `get` compares. All are
+misses; the entry is computed again and written over.
 
-    a file cut short          the length in its header does not match the file: seen by `in` and by get
-    a file with foreign bytes the header does not parse, or is not ours: seen by `in` and by get
-    another entry's file      the key in the header is not the file's name: seen by `in` and by get
-    a file with flipped bytes the checksum in the header does not match: seen by get, which reads everything
+Who computes an entry while several processes use one store: a claim is an operating system's lock on a file named after
+the entry. One process at a time has it, and the system takes it back when that process ends, however it ends. So an
+entry is computed a second time only if whoever computed it was killed before it was stored. The lock file goes when its
+entry is done. What a killed holder left, the next one to claim that entry removes, and so does pruning.
 
-All four are misses; the entry is computed again and written over.
+Where there are no locks at all, one warning says so: the store stays whole, but work may be done twice. A run that is
+under way holds such a lock, too, and pruning spares all entries meanwhile.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ import contextlib
 import logging
 import os
 import re
+import time
+import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checkpoints.header import FileHeader, read_file_header
 from ..system.files import TEMPORARY_SUFFIX, tensors_as_bytes, what_helps, write_atomically
+from ..system.locks import Claim, take_claim
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +44,10 @@ Stamp = tuple[int, int]  # number and time of a file; every writing makes a new 
 _CHECKSUM = "checksum"
 _KEY_NAME = "key"
 _SUFFIX = ".safetensors"
+_LOCK_SUFFIX = ".lock"
+_RUNS = ".runs"
+POLL_S = 0.2  # how often work that others have claimed is looked at, once nothing else remains
+_OLD_S = 60.0  # after which no writer without a claim is at work on a temporary file: writing takes a moment
 _KEY = re.compile(r"[0-9a-f]{3,}")
 
 
@@ -48,6 +59,7 @@ class CacheStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.claims_folder = self.folder / ".claims"
 
     def path(self, key: str) -> Path:
         """Where this entry lies or would lie. Raises: ValueError if the key is not lower-case hexadecimal, which also
@@ -127,19 +139,70 @@ class CacheStore:
             raise unwritable(path, error) from error
         return num_bytes
 
-    def remove_leftovers(self, key: str) -> None:
-        """Delete the temporary files of this entry's killed writers. Nobody may be writing it now: see claims.py."""
-        path = self.path(key)
-        for temporary in path.parent.glob(f".{path.name}.*{TEMPORARY_SUFFIX}"):
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+    # ---- claims
 
-    def temporary_files(self) -> Iterator[tuple[str, Path]]:
-        """Key and path of every file that is being written, or was when its writer was killed."""
+    def claim(self, key: str) -> Claim | None:
+        """Claim an entry; None if another process, or another thread, has it. Raises: OSError naming the file if the
+        folder cannot be written."""
+        path = self.claims_folder / f"{key}{_LOCK_SUFFIX}"
+        try:
+            claim = take_claim(path)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        if claim is not None and claim.was_left:
+            self._remove_temporary(key)
+        return claim
+
+    def _remove_temporary(self, key: str) -> None:
+        """Delete what killed writers of an entry left; nobody may be writing it now."""
+        for path in self.path(key).parent.glob(f".{key}{_SUFFIX}.*{TEMPORARY_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def remove_left(self) -> None:
+        """Remove what killed processes have left: lock files nobody holds, and temporary files of their entries."""
+        locks = {path.name.removesuffix(_LOCK_SUFFIX) for path in self.claims_folder.glob(f"*{_LOCK_SUFFIX}")}
+        old = set()
         for path in self.folder.glob(f"??/.*{_SUFFIX}.*{TEMPORARY_SUFFIX}"):
             key = path.name[1:].partition(".")[0]
-            if _KEY.fullmatch(key):
-                yield key, path
+            with contextlib.suppress(FileNotFoundError):  # it has got its name just now
+                if _KEY.fullmatch(key) and time.time() - path.stat().st_mtime > _OLD_S:
+                    old.add(key)
+        for key in locks | old:
+            claim = self.claim(key)
+            if claim is None:
+                continue
+            if claim.is_sure or key in old:  # without locks a claim does not tell that nobody is writing
+                self._remove_temporary(key)
+            claim.release()
+
+    def has_living_runs(self) -> bool:
+        """Whether runs may read the store; what killed ones have left in it is deleted. Raises: OSError if the folder
+        cannot be read or written."""
+        if not self.folder.is_dir():
+            return False
+        self.remove_left()
+        claims = list(map(take_claim, (self.folder / _RUNS).glob(f"*{_LOCK_SUFFIX}")))
+        for claim in filter(None, claims):
+            claim.release()
+        return not all(claim and claim.is_sure for claim in claims)
+
+    @contextmanager
+    def living_run(self) -> Iterator[None]:
+        """Keep pruning from the entries inside; what killed runs have left in the store is deleted first."""
+        folder, claim = self.folder / _RUNS, None
+        try:
+            self.has_living_runs()
+            claim = take_claim(folder / f"{uuid.uuid4().hex}{_LOCK_SUFFIX}")
+        except OSError as error:  # nobody prunes a folder that cannot be written
+            logger.debug("runs are not listed in %s: %s", self.folder, error)
+        try:
+            yield
+        finally:
+            if claim is not None:
+                claim.release()
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # of the last of them
 
 
 def unwritable(path: Path, error: OSError) -> OSError:
@@ -149,6 +212,55 @@ def unwritable(path: Path, error: OSError) -> OSError:
         f"{path} cannot be written ({error.strerror or error}); {what_helps(error)}, or set cache.folder to a "
         "folder elsewhere. What was computed until now is kept",
     )
+
+
+def claimed_batches(
+    store: CacheStore,
+    keys: Iterable[str],
+    size: int,
+    is_done: Callable[[str], bool],
+    on_found: Callable[[], None],
+    stop_if_asked: Callable[[], None],
+) -> Generator[list[str], None, None]:
+    """Entries to compute and store now, up to `size` at a time, shared with whoever else fills the same store; they are
+    claimed until the next are requested. Ends when every entry is done, by whomever, or was handed out.
+
+    Args:
+        keys: the entries, in the order to compute them.
+        is_done: whether an entry needs no computing any more; called while it is claimed.
+        on_found: called for every entry that turned out to be done already.
+        stop_if_asked: called before every batch and while waiting for others; raises to stop.
+    """
+    remaining = list(keys)
+    num_told = 0
+    while remaining:
+        queue, remaining, has_worked = deque(remaining), [], False
+        while queue:
+            batch: dict[str, Claim] = {}
+            try:
+                while queue and len(batch) < size:
+                    key = queue.popleft()
+                    claim = store.claim(key)
+                    if claim is None:
+                        remaining.append(key)
+                    elif is_done(key):
+                        claim.release()
+                        on_found()
+                    else:
+                        batch[key] = claim
+                if batch:
+                    has_worked = True
+                    yield list(batch)
+            finally:
+                for claim in batch.values():
+                    claim.release()
+            stop_if_asked()
+        if remaining and not has_worked:
+            if len(remaining) != num_told:
+                num_told = len(remaining)
+                logger.info("waiting for %d entries that other processes are computing", num_told)
+            stop_if_asked()
+            time.sleep(POLL_S)
 
 
 def _read_header(path: Path) -> FileHeader | None:

@@ -16,7 +16,6 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
-from ..encoding.claims import has_living_runs
 from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyLatents
 from ..encoding.encode import NONE_OUTDATED, fill, never
@@ -368,7 +367,7 @@ def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> li
         pruned.setdefault(folder, Pruned(folder)).jobs.append(name)
     for folder, result in pruned.items():
         store = CacheStore(folder)
-        is_read = has_living_runs(store)  # before the entries are looked at
+        is_read = store.has_living_runs()  # before the entries are looked at
         for key in list(store.keys()):
             if key in needed:
                 result.kept += 1

@@ -17,7 +17,6 @@ import torch
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig, Resume
 from ..config.model import shards_weights
-from ..encoding.claims import living_run
 from ..encoding.encode import Stopped, never
 from ..events import EventLog, Listener, NoEvents
 from ..parallel.devices import memory_in_use, own_random_states
@@ -229,7 +228,7 @@ def _train(
     ranks: Ranks,
 ) -> TrainingResult:
     """Encode, assemble, train, and write the LoRA file."""
-    with living_run(cache_store(plan.job)), ExitStack() as cleanup:
+    with cache_store(plan.job).living_run(), ExitStack() as cleanup:
         try:
             data = cached_once(bool(plan.encoded), ranks, lambda: cache_job(plan, events, ranks.is_stop_asked))
         except Stopped:

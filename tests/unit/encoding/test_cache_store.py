@@ -184,8 +184,6 @@ def test_keys_are_those_of_entries_and_removing_one_tells_its_bytes(tmp_path):
     assert sorted(store.keys()) == [KEY, OTHER]
     size = store.path(KEY).stat().st_size
     assert store.remove(KEY) == size and store.remove(KEY) == 0 and list(store.keys()) == [OTHER]
-    store.remove_leftovers(KEY)
-    assert sorted(path.name for path in (tmp_path / "cache" / "ab").iterdir()) == ["note.txt"]
 
 
 def test_a_refused_write_names_the_file_and_what_would_help(tmp_path):

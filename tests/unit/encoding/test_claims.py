@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.encoding import claims as claims_module
-from devicebridge.encoding.claims import Claims, claimed_batches
-from devicebridge.encoding.store import CacheStore
+from devicebridge.encoding import store as store_module
+from devicebridge.encoding.store import CacheStore, claimed_batches
 from devicebridge.system import locks
 from devicebridge.system.locks import NoLocks
 
@@ -23,9 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 _HOLD = """
 import runpy, sys, time
 runpy.run_path(sys.argv[1])["load_pack"]()
-from devicebridge.encoding.claims import Claims
 from devicebridge.encoding.store import CacheStore
-claim = Claims(CacheStore(sys.argv[2])).take(sys.argv[3])
+claim = CacheStore(sys.argv[2]).claim(sys.argv[3])
 print(claim is not None, flush=True)
 time.sleep(600)
 """
@@ -38,7 +36,7 @@ def store(tmp_path):
 
 def _batches(store, keys=KEYS, found=None, stop=lambda: None, size=1):
     on_found = (lambda: None) if found is None else (lambda: found.append(1))
-    return claimed_batches(Claims(store), keys, size, lambda key: key in store, on_found, stop)
+    return claimed_batches(store, keys, size, lambda key: key in store, on_found, stop)
 
 
 def _hold_elsewhere(store, key):
@@ -49,45 +47,45 @@ def _hold_elsewhere(store, key):
 
 
 def test_an_entry_is_claimed_by_one_at_a_time(store):
-    first, second = Claims(store), Claims(store)
-    claim = first.take(KEYS[0])
-    assert claim is not None and second.take(KEYS[0]) is None and first.take(KEYS[0]) is None
-    other = second.take(KEYS[1])
+    first, second = CacheStore(store.folder), CacheStore(store.folder)
+    claim = first.claim(KEYS[0])
+    assert claim is not None and second.claim(KEYS[0]) is None and first.claim(KEYS[0]) is None
+    other = second.claim(KEYS[1])
     assert other is not None
     claim.release()
     claim.release()
-    again = second.take(KEYS[0])
+    again = second.claim(KEYS[0])
     assert again is not None
     again.release()
     other.release()
-    assert not list(first.folder.iterdir())
+    assert not list(first.claims_folder.iterdir())
 
 
 def test_a_killed_process_holds_nothing_and_what_it_left_is_removed(store):
     process = _hold_elsewhere(store, KEYS[0])
     try:
-        assert Claims(store).take(KEYS[0]) is None
+        assert store.claim(KEYS[0]) is None
         store.put(KEYS[0], {"x": torch.ones(3)})
         temporary = store.path(KEYS[0]).with_name(f".{KEYS[0]}.safetensors.{'0' * 32}.tmp")
         temporary.write_bytes(b"half")
         others = store.path(KEYS[1]).with_name(f".{KEYS[1]}.safetensors.{'0' * 32}.tmp")
         others.parent.mkdir()
         others.write_bytes(b"half")
-        Claims(store).remove_left()
+        store.remove_left()
         assert temporary.exists(), "its writer is alive"
     finally:
         process.kill()
         process.wait()
-    Claims(store).remove_left()
-    assert not temporary.exists() and others.exists() and not list(Claims(store).folder.iterdir())
+    store.remove_left()
+    assert not temporary.exists() and others.exists() and not list(store.claims_folder.iterdir())
     assert KEYS[0] in store
     os.utime(others, (1000, 1000))
-    Claims(store).remove_left()
+    store.remove_left()
     assert not others.exists(), "written long ago, and nobody has a claim on it"
 
 
 def test_what_others_have_is_left_for_later_and_taken_over_when_they_die(store, monkeypatch):
-    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
+    monkeypatch.setattr(store_module, "POLL_S", 0.01)
     process = _hold_elsewhere(store, KEYS[3])
     order = []
     try:
@@ -103,8 +101,8 @@ def test_what_others_have_is_left_for_later_and_taken_over_when_they_die(store, 
 
 
 def test_waiting_for_others_can_be_stopped(store, monkeypatch):
-    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
-    claim, asked = Claims(store).take(KEYS[0]), []
+    monkeypatch.setattr(store_module, "POLL_S", 0.01)
+    claim, asked = store.claim(KEYS[0]), []
 
     def stop():
         asked.append(1)
@@ -119,7 +117,7 @@ def test_waiting_for_others_can_be_stopped(store, monkeypatch):
 @pytest.mark.parametrize("size", [1, 7])
 def test_several_at_once_compute_every_entry_once(store, monkeypatch, size):
     """A lock belongs to an open file, so threads stand for processes; benchmarks/killed_caches.py has processes."""
-    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
+    monkeypatch.setattr(store_module, "POLL_S", 0.01)
     computed, found = [], []
 
     def work():
@@ -136,14 +134,14 @@ def test_several_at_once_compute_every_entry_once(store, monkeypatch, size):
     for thread in threads:
         thread.join()
     assert sorted(computed) == KEYS and len(found) == 3 * len(KEYS)
-    assert not list(Claims(store).folder.iterdir())
+    assert not list(store.claims_folder.iterdir())
 
 
 def test_leaving_early_or_by_an_error_gives_claims_back(store):
     batches = _batches(store, size=5)
-    assert next(batches) == KEYS[:5] and Claims(store).take(KEYS[4]) is None
+    assert next(batches) == KEYS[:5] and store.claim(KEYS[4]) is None
     batches.close()
-    claim = Claims(store).take(KEYS[4])
+    claim = store.claim(KEYS[4])
     assert claim is not None
     claim.release()
 
@@ -152,10 +150,10 @@ def test_a_claim_gives_its_name_back_while_it_is_locked(store, monkeypatch):
     """Unlocked first, another could take the file by its name, and lose that name to the one before it."""
     if os.name == "nt":
         pytest.skip("an open file cannot be removed there")
-    claim, ordinary, others = Claims(store).take(KEYS[0]), Path.unlink, []
+    claim, ordinary, others = store.claim(KEYS[0]), Path.unlink, []
 
     def take_first(path, **options):
-        others.append(Claims(store).take(KEYS[0]))
+        others.append(store.claim(KEYS[0]))
         ordinary(path, **options)
 
     monkeypatch.setattr(Path, "unlink", take_first)
@@ -165,17 +163,17 @@ def test_a_claim_gives_its_name_back_while_it_is_locked(store, monkeypatch):
 
 def test_a_lock_on_a_file_that_lost_its_name_does_not_count(store, monkeypatch):
     """Between opening and locking, the former holder removes the file, and a third process claims anew."""
-    claims, thirds = Claims(store), []
+    thirds = []
     real = locks.try_lock
 
     def lock_late(file):
         monkeypatch.setattr(locks, "try_lock", real)
-        (claims.folder / f"{KEYS[0]}.lock").unlink()
-        thirds.append(Claims(store).take(KEYS[0]))
+        (store.claims_folder / f"{KEYS[0]}.lock").unlink()
+        thirds.append(store.claim(KEYS[0]))
         return real(file)
 
     monkeypatch.setattr(locks, "try_lock", lock_late)
-    assert claims.take(KEYS[0]) is None
+    assert store.claim(KEYS[0]) is None
     thirds[0].release()
 
 
@@ -191,10 +189,9 @@ def test_a_lock_file_that_another_machine_removed_is_no_error_and_no_lack_of_loc
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(owner, name, stale_once)
-    claims = Claims(store)
-    claim = claims.take(KEYS[0]) or claims.take(KEYS[0])
+    claim = store.claim(KEYS[0]) or store.claim(KEYS[0])
     assert claim is not None and not caplog.text
-    assert Claims(store).take(KEYS[0]) is None
+    assert store.claim(KEYS[0]) is None
     claim.release()
 
 
@@ -210,7 +207,7 @@ def test_a_lock_file_that_is_being_removed_is_opened_again_on_windows(store, mon
         return open(path, mode)
 
     monkeypatch.setattr(locks, "open", refuse_twice, raising=False)
-    claim = Claims(store).take(KEYS[0])
+    claim = store.claim(KEYS[0])
     assert claim is not None and len(refusals) == 2
     claim.release()
 

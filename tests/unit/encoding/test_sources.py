@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.data.image import ImageRequest
-from devicebridge.encoding.claims import Claims
 from devicebridge.encoding.comfy_data import read_tokens, token_lists
 from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts, ComfyTokens
 from devicebridge.encoding.encode import Stopped, fill
@@ -104,9 +103,8 @@ def test_stopping_keeps_what_is_done_and_gives_every_claim_back(tmp_path):
     rest = StubClip()
     keys = fill(CAPTIONS, _texts(rest), store)
     assert len(rest.texts) == 2 and set(rest.texts).isdisjoint(clip.texts)
-    claims = Claims(store)
     for key in keys.values():
-        claim = claims.take(key)
+        claim = store.claim(key)
         assert claim is not None
         claim.release()
 

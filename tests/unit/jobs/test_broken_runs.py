@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-from devicebridge.encoding.claims import living_run
 from devicebridge.encoding.store import CacheStore
 from devicebridge.jobs.encode_job import CACHE_PARTS, cache_entries, prune_caches
 from devicebridge.jobs.job import check_job, run_job
@@ -175,7 +174,7 @@ def test_pruning_removes_what_a_killed_run_has_left(tmp_path):
     run_job(job)
     other = _other_job(job, tmp_path / "other")
     plans = {"other": check_job(other, is_to_train=False)}
-    with living_run(CacheStore(job.cache.folder)):
+    with CacheStore(job.cache.folder).living_run():
         assert prune_caches(plans, CACHE_PARTS)[0].deleted == 0
     folder = CacheStore(job.cache.folder).folder / ".runs"  # of a run that was killed
     folder.mkdir()

@@ -13,7 +13,6 @@ import diffusers
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.encoding.claims import Claims
 from devicebridge.encoding.store import CacheStore
 from devicebridge.encoding.text_encoder import TextEncoder
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -136,8 +135,8 @@ def test_prune_deletes_what_none_of_the_jobs_needs_and_says_how_much(job, tmp_pa
     store = CacheStore(tmp_path / "cache")
     killed = store.path(next(iter(ours)).removesuffix(".safetensors"))
     (killed.parent / f".{killed.name}.{'0' * 32}.tmp").write_text("what a killed process left")
-    Claims(store).folder.mkdir(exist_ok=True)
-    (Claims(store).folder / f"{killed.stem}.lock").touch()
+    store.claims_folder.mkdir(exist_ok=True)
+    (store.claims_folder / f"{killed.stem}.lock").touch()
     capsys.readouterr()
     assert main(["cache", job, other, "--prune"]) == 0
     assert "0 entries deleted, 0 bytes" in capsys.readouterr().out and not _temporary_files(tmp_path)
