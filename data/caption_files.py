@@ -39,23 +39,15 @@ ANY_MODEL = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
 
 @dataclass(frozen=True)
 class Captioned:
-    """An image or clip, and what is known of it without decoding it.
-
-    Args:
-        caption: of its file, without blanks around it, the first of several; None where there is none.
-        size: height and width in pixels as it is looked at; None if it is unknown.
-        buckets: what it is cut to, height and width, one per resolution.
-        trained_as: the captions that training sees, one a line.
-        problem: what is wrong with the file or its caption; "" if nothing is.
-    """
+    """An image or clip, and what is known of it."""
 
     path: Path
-    caption: str | None
-    size: tuple[int, int] | None
-    buckets: tuple[tuple[int, int], ...]
-    trained_as: str
+    caption: str | None  # of its file, without blanks around it, the first of several; None where there is none
+    size: tuple[int, int] | None  # height and width in pixels as it is looked at; None if it is unknown
+    buckets: tuple[tuple[int, int], ...]  # what it is cut to, height and width, one per resolution
+    trained_as: str  # the captions that training sees, one a line
     is_clip: bool = False
-    problem: str = ""
+    problem: str = ""  # what is wrong with the file or its caption; "" if nothing is
 
 
 def media_files(config: DataConfig) -> list[Path]:
@@ -121,13 +113,8 @@ class CaptionChanged(ValueError):
 
 
 def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
-    """Put a caption beside an image or clip, unless another thread or process has written one meanwhile.
-
-    Args:
-        was: what may be replaced; None stands for no caption file.
-    Raises: CaptionChanged; ValueError for a text that is no caption, or a place that is a link or no ordinary file;
-        OSError.
-    """
+    """Put a caption beside an image or clip, in place of one that `was` there; None stands for no caption file. Raises:
+    CaptionChanged; ValueError for a text that is no caption, or a place that is a link or no ordinary file; OSError."""
     if len(text) > MOST_CAPTION or "\0" in text:
         raise ValueError(f"a caption has up to {MOST_CAPTION} characters, and none of them is NUL")
     file, text = caption_file(path), text.strip()
@@ -141,12 +128,8 @@ def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
 
 
 def small_picture(path: Path, side: int) -> bytes:
-    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels.
-
-    However many threads ask for it at once, it is decoded once.
-
-    Raises: ValueError if it cannot be read, or more than MOST_SHOWN pixels would be decoded.
-    """
+    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels, decoded once. Raises:
+    ValueError if it cannot be read, or more than MOST_SHOWN pixels would be decoded."""
     key = (str(path), path.stat().st_mtime_ns, side)
     with _drawing[hash(key) % len(_drawing)]:
         return _drawn(*key)

@@ -100,17 +100,12 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Tables:
-    """What the JSON files of a dataset folder say.
+    """What the JSON files of a dataset folder say, by image and clip."""
 
-    Args:
-        texts: captions of images and clips, at least one each. entries: that hold them.
-        files: those of captions. strange: names of their entries that are no image or clip.
-    """
-
-    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    entries: dict[str, _Entry] = field(default_factory=dict)
+    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # at least one each
+    entries: dict[str, _Entry] = field(default_factory=dict)  # that hold them
     files: set[Path] = field(default_factory=set)
-    strange: list[str] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)  # names of their entries that are no image or clip
 
     def of(self, path: Path) -> tuple[tuple[str, ...] | None, str]:
         """The captions of an image or clip, and which kind of file, or which file of many, has them. Raises: ValueError

@@ -1,11 +1,10 @@
 """From folders to samples: which images and clips there are, and what is wrong with them.
 
-A dataset is one or more ordinary folders: name.png (or another ending of image.py) with its caption where captions.py
-looks for it and, where wanted, a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also take
-clips: name.mp4 (or another ending of video.py), animations (name.gif, .webp, .png), and a sub-folder `name` of images
-that has a caption beside it; and with them name.wav (or another ending of containers.py) in place of their own sound.
-Models of sound alone take such files, with name.lyrics.txt. A folder without any of these stands for its sub-folders
-that have some. What else lies there is named by left_out.py. cuts.py says how all is cut.
+A dataset is one or more ordinary folders: name.png with its caption where captions.py looks for it and, where wanted,
+a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also take clips: name.mp4, animations, and
+a sub-folder `name` of images that has a caption beside it; and with them name.wav in place of their own sound. Models
+of sound alone take such files, with name.lyrics.txt. A folder without any of these stands for its sub-folders that have
+some. What else lies there is named by left_out.py. cuts.py says how all is cut.
 """
 
 from __future__ import annotations
@@ -110,16 +109,13 @@ def scan_folders(
 ) -> list[Sample]:
     """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times.
 
-    All images and masks are decoded once, so that a broken file is found now and not hours later; that costs some
-    milliseconds per megapixel and core. Of a video all packets are read and the first frame is decoded, which finds a
-    file that is cut short; damage in its middle is found when it is encoded. What may not be meant is a warning each,
-    and so is all that is left out.
+    All images and masks are decoded once, so that a broken file is found now and not hours later; of a video the first
+    frame is. What may not be meant is a warning each, and so is all that is left out.
 
     Args:
         others: folders that are read for something else.
     Raises: Stopped when should_stop() became true; ValueError for a folder that is missing, holds no image, or far more
-        files than a dataset; for files that cannot be used, naming all of them with the reason; for a resolution below
-        the model's smallest side, or a clip length it does not take.
+        files than a dataset; for files that cannot be used, naming all of them; for sizes the model does not take.
     """
     step = bucket_step(config, latent)
     sizes = [each for folder in config.folders for each in folder.resolutions or config.resolutions]

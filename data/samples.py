@@ -1,11 +1,8 @@
 """What is trained on, in which order, and its loss masks.
 
-A sample is an image or a part of a clip or sound, with its caption and how it is cut. Sizes are (height, width) in
-pixels, after EXIF rotation.
-
-Nothing random is carried along. Whatever is drawn (the order of an epoch, whether a caption is dropped) is a hash of
-the seed, the epoch and the position, so where a run stands is two integers, and it continues alike with any version of
-any library.
+Sizes are (height, width) in pixels, after EXIF rotation. Whatever is drawn (the order of an epoch, whether a caption is
+dropped) is a hash of the seed, the epoch and the position. So where a run stands is two integers, and it continues
+alike with any version of any library.
 """
 
 from __future__ import annotations
@@ -31,18 +28,13 @@ from .video import media_fingerprint
 
 @dataclass(frozen=True)
 class Condition:
-    """The files that a sample's model is given beside caption and noise.
+    """The files that a sample's model is given beside caption and noise."""
 
-    Args:
-        way: a name of families/comfy/conditions.py. references: whole images. sizes: of them.
-        control, clip: the sample's own cut of the clip that it follows, and of the image or clip itself.
-    """
-
-    way: str
-    references: tuple[str, ...] = ()
-    sizes: tuple[tuple[int, int], ...] = ()
-    control: ImageRequest | None = None
-    clip: ImageRequest | None = None
+    way: str  # a name of families/comfy/conditions.py
+    references: tuple[str, ...] = ()  # whole images
+    sizes: tuple[tuple[int, int], ...] = ()  # of them
+    control: ImageRequest | None = None  # the sample's own cut of the clip that it follows
+    clip: ImageRequest | None = None  # and of the image or clip itself
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -109,27 +101,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample of a dataset that arrived encoded.
-
-    Args:
-        latents_key, text_keys, empty_text_keys: as of Sample.
-        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
-            number. Samples that share both can share a batch.
-        num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
-        sound: shape of that stream; () without one. has_mask: whether its LATENT has a noise mask.
-    """
+    """One sample of a dataset that arrived encoded; keys as of Sample. Samples that share bucket and alike can share a
+    batch."""
 
     latents_key: str
     text_keys: tuple[str, ...]
-    bucket: tuple[int, ...]
-    num_frames: int = 1
+    bucket: tuple[int, ...]  # latent sides and text tokens
+    num_frames: int = 1  # video frames that its latents stand for
     mask_path: None = None
     loss_weight: float = 1.0
     empty_text_keys: tuple[str, ...] = ()
-    alike: tuple[int, ...] = ()
-    has_sound: bool = False
-    sound: tuple[int, ...] = ()
-    has_mask: bool = False
+    alike: tuple[int, ...] = ()  # what else its CONDITIONING says, and how long its sound is, as a number
+    has_sound: bool = False  # as a stream, or as a voice to speak with
+    sound: tuple[int, ...] = ()  # shape of that stream; () without one
+    has_mask: bool = False  # whether its LATENT has a noise mask
     others: tuple[str, ...] = ()
     other_text_keys: tuple[tuple[str, ...], ...] = ()
 
@@ -206,12 +191,7 @@ class BatchOrder:
     """An endless order of batches: every sample once per epoch, shuffled anew for every epoch.
 
     A batch is of one bucket and length. Where a bucket's samples do not divide by the batch size, its last batch of the
-    epoch is smaller; filling it up would train some samples more often than others.
-
-    Args:
-        samples: what the indices count. batch_size: samples of a full batch.
-        seed: another seed is another order.
-        caption_dropout: probability, per sample and epoch, that its caption is dropped.
+    epoch is smaller. caption_dropout: probability, per sample and epoch, that its caption is dropped.
     """
 
     def __init__(

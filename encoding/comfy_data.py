@@ -316,17 +316,13 @@ _DIGITS = 32  # of the hash, in the file's name
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class EncodedPair:
-    """Latents and text of one sample: keys of their entries, and the shapes of the tensors in these.
-
-    Args:
-        same: names what of it samples of one batch must share; "" for nothing, or in an older list.
-    """
+    """Latents and text of one sample: keys of their entries, and the shapes of the tensors in these."""
 
     latents: str
     text: str
     latents_shapes: Shapes
     text_shapes: Shapes
-    same: str = ""
+    same: str = ""  # names what of it samples of one batch must share; "" for nothing, or in an older list
 
 
 _PAIRS = pydantic.TypeAdapter(list[EncodedPair])

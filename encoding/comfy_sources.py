@@ -99,18 +99,14 @@ class ComfyTokens(ComfyTexts):
 
 @dataclass(frozen=True)
 class ComfyLatents(LatentSource):
-    """What ComfyUI's VAE makes of images, clips or sounds, and another of the sound of clips. As for ComfyTexts.
-
-    Args:
-        audio_fingerprint: "" where clips have no sound. sound: sides of that, as of ComfyInputs.
-    """
+    """What ComfyUI's VAE makes of images, clips or sounds, and another of the sound of clips. As for ComfyTexts."""
 
     fingerprint: str
     problem: LatentsProblem
     vae: Any = None  # HostVae, as is audio_vae
-    audio_fingerprint: str = ""
+    audio_fingerprint: str = ""  # "" where clips have no sound
     audio_vae: Any = None
-    sound: tuple[int, ...] = ()
+    sound: tuple[int, ...] = ()  # sides of that, as of ComfyInputs
 
     name = "the stock VAE"
 
@@ -172,21 +168,15 @@ class ComfyLatents(LatentSource):
 
 @dataclass(frozen=True)
 class ConditionParts:
-    """One sample's files as ComfyUI's nodes take them: pixels [F, height, width, 3] in 0..1.
-
-    Args:
-        references: whole pictures, F = 1. control: what the sample follows, as large as the sample.
-        first: of the sample itself, F = 1. size: height, width and frames of the sample; () where it has no say.
-        megapixels: that condition reference scales to.
-    """
+    """One sample's files as ComfyUI's nodes take them: pixels [F, height, width, 3] in 0..1."""
 
     way: str
     caption: str
-    references: tuple[torch.Tensor, ...]
-    control: torch.Tensor | None
-    first: torch.Tensor | None
-    size: tuple[int, ...]
-    megapixels: float
+    references: tuple[torch.Tensor, ...]  # whole pictures, F = 1
+    control: torch.Tensor | None  # what the sample follows, as large as the sample
+    first: torch.Tensor | None  # of the sample itself, F = 1
+    size: tuple[int, ...]  # height, width and frames of the sample; () where it has no say
+    megapixels: float  # that condition reference scales to
 
 
 @dataclass(frozen=True)
@@ -194,18 +184,13 @@ class ComfyConditions(Source[Wanted]):
     """What ComfyUI's nodes make of the files that a sample's model is given beside its caption.
 
     An entry holds what the node adds to a CONDITIONING; where the text encoder is shown the pictures, all of it.
-
-    Args:
-        way: a name of families/comfy/conditions.py. encoders: names of those that take part.
-        problem: called after each, so that what does not fit the model is refused at the first.
-        conditioner: None where only the encoders' names are known. weighs: as of ComfyTexts.
     """
 
-    way: str
-    encoders: tuple[str, ...]
-    problem: Problem
+    way: str  # a name of families/comfy/conditions.py
+    encoders: tuple[str, ...]  # names of those that take part
+    problem: Problem  # as of ComfyTexts
     megapixels: float = 1.0
-    conditioner: Any = None  # HostConditioner of nodes/host/native/conditions.py
+    conditioner: Any = None  # HostConditioner of nodes/host/native/conditions.py; None where only names are known
     weighs: bool = False
 
     name = "the stock encoders"

@@ -1,11 +1,9 @@
 """One text encoder: loading no more of it than is needed, and running it exactly as diffusers' pipelines do.
 
-chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein): hidden_states[k] is what enters layer k. So the
-language model is built with max(k) layers and without the final norm, and only its own tensors are read.
-
-last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
-handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
-FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too.
+Of chat_hidden_states (Mistral 3, Qwen3) hidden_states[k] is what enters layer k. So the language model is built with
+max(k) layers and without the final norm. Others use the whole encoder. With `zero_padding` a text is handled as
+WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as FluxPipeline does:
+the text as it is, and no mask, so that the padding is encoded too.
 
 Texts are computed one by one: in a batch, matrix products of another size would round differently, and what is cached
 for a caption would depend on its neighbours. Streamed layers (streamed_encoder.py) take each text alone, too.
