@@ -22,9 +22,9 @@ from ..families.spec import LatentSpec
 from ..system.files import go_on, write_atomically
 from ..system.locks import alone
 from .captions import Tables, caption_file, make_captions, read_tables
-from .cuts import bucket_step, choose_bucket, make_buckets
 from .folders import concepts, is_media, list_files
 from .image import read_size
+from .samples import bucket_step, choose_bucket, make_buckets
 from .video import first_picture, is_clip
 
 MOST_FILES = 5000  # of a folder, that are shown

@@ -4,7 +4,7 @@ A dataset is one or more ordinary folders: name.png with its caption where capti
 a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also take clips: name.mp4, animations, and
 a sub-folder `name` of images that has a caption beside it; and with them name.wav in place of their own sound. Models
 of sound alone take such files, with name.lyrics.txt. A folder without any of these stands for its sub-folders that have
-some. What else lies there is named by left_out.py. cuts.py says how all is cut.
+some. What else lies there is named by left_out.py. samples.py says how all is cut.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import lt
@@ -29,20 +29,24 @@ from ..system.files import Looked
 from ..system.stopping import Stopped, alive, never
 from .captions import TEXT_FILES, Tables, caption_file, lyrics_file, make_captions, read_tables, stem_of
 from .containers import SOUND_SUFFIXES
-from .cuts import (
+from .image import ImageRequest, SoundRequest, is_blank, look_at
+from .left_out import is_of_system, left_out
+from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
+from .samples import (
     ClipPlan,
+    Condition,
+    Sample,
     bucket_step,
     choose_bucket,
+    is_in_alpha,
     is_other_shape,
     is_slower,
+    load_mask,
     make_buckets,
     make_clip_plan,
     plan_crop,
+    read_mask,
 )
-from .image import ImageRequest, SoundRequest, is_blank, look_at
-from .left_out import LeftOut, is_of_system
-from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
-from .samples import Condition, Sample, is_in_alpha, load_mask, read_mask
 from .sounds import cut_sound, sounds_of_clip
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
 
@@ -157,33 +161,13 @@ def scan_folders(
     _warn_of_captions(pictures, tables)
     _warn_of_pictures(pictures, samples, plan)
     _refuse_masks_outside(samples, latent, ask)
-    for line in _left_out(config, roots, found, tables, latent, others, samples, ask):
+    by_folder = {each: [path for folder, (path, _) in found if Path(folder.path) == each] for each in (*roots, *parts)}
+    known = {*tables.files, *map(caption_file, media), *(Path(each.sound.path) for each in samples if each.sound)}
+    known |= set(map(lyrics_file, media)) if latent.audio_rows else set()
+    beside = [Path(name) for each in config.folders for name in (*each.references, each.control) if name]
+    for line in left_out(by_folder, known, latent, ask, beside=beside, others=map(Path, others)):
         _log.warning("%s", line)
     return samples
-
-
-def _left_out(
-    config: DataConfig,
-    roots: Sequence[Path],
-    found: Sequence[tuple[FolderConfig, tuple[Path, Path | None]]],
-    tables: Tables,
-    latent: LatentSpec,
-    others: Sequence[str],
-    samples: Sequence[Sample],
-    ask: Callable[[], None],
-) -> Iterator[str]:
-    """A line for each folder with files or sub-folders that are not read."""
-    beside = [folder for each in config.folders for folder in (*each.references, each.control) if folder]
-    folders = dict.fromkeys((*roots, *(Path(folder.path) for folder in config.folders)))
-    read = LeftOut({each.resolve() for each in (*map(Path, (*others, *beside)), *folders)}, ask)
-    for place in folders:
-        paths = [path for folder, (path, _) in found if Path(folder.path) == place]
-        captions = {*tables.files, *map(caption_file, paths)}
-        captions |= {lyrics_file(path) for path in paths if latent.audio_rows}
-        captions |= {Path(each.sound.path) for each in samples if each.sound}
-        yield from read.of_dataset(place, paths, captions, latent)
-    for root in dict.fromkeys(beside):
-        yield from read.of_partners(Path(root))
 
 
 def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
@@ -278,7 +262,7 @@ def list_files(
     message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
     _warn(idle, message, root)
     if not images:
-        others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent))
+        others = "".join(f"; {line}" for line in left_out({root: ()}, (), latent, ask))
         raise ValueError(
             f"no {'sounds' if latent.audio_rows else 'images'} in {root}; looked for names ending in "
             f"{', '.join(suffixes)} (not in _mask.png, which are masks), directly in the folder and not in its "

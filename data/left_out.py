@@ -3,8 +3,7 @@ silence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..checkpoints.model_files import first
@@ -24,37 +23,36 @@ _MOST_LOOKED_AT = 20_000  # files and folders in sub-folders
 _PLUGIN_OF = {".heic": PLUGINS["HEIF"], ".heif": PLUGINS["HEIF"], ".hif": PLUGINS["HEIF"], ".jxl": PLUGINS["JXL"]}
 
 
-class LeftOut:
-    """A look for what is not read. It only tells: what it cannot look through it leaves out.
+def left_out(
+    media: Mapping[Path, Sequence[Path]],
+    captions: Collection[Path],
+    latent: LatentSpec,
+    ask: Callable[[], None],
+    *,
+    beside: Iterable[Path] = (),
+    others: Iterable[Path] = (),
+) -> Iterator[str]:
+    """Lines about files and sub-folders, where there are any. It only tells: what it cannot look through it leaves out.
 
     Args:
-        read: folders that are read for themselves, resolved.
-        ask: called now and then; raises to stop.
+        media: images, clips, folders of images and sounds that are read, by the folder they lie in.
+        captions: their files, and other sounds. latent: of the model, which says whether a sub-folder can be a clip.
+        ask: raises to stop. beside, others: folders of references or control, or of something else.
     """
-
-    def __init__(self, read: AbstractSet[Path], ask: Callable[[], None]) -> None:
-        self._read, self._ask = read, ask
-
-    def of_dataset(
-        self, root: Path, paths: Sequence[Path], captions: Collection[Path], latent: LatentSpec
-    ) -> Iterator[str]:
-        """A line about files and one about sub-folders, where there are any.
-
-        Args:
-            paths: images, clips, folders of images and sounds that are read. captions: their files, and other sounds.
-            latent: of the model, which says whether these are sounds, and a sub-folder can be a clip.
-        """
+    beside, suffixes = dict.fromkeys(beside), SOUND_SUFFIXES if latent.audio_rows else media_suffixes()
+    is_read = {each.resolve() for each in (*others, *beside, *media)}
+    for root, paths in media.items():
         known = {*paths, *captions}
-        entries = [entry for entry in self._entries(root) if entry not in known]
-        suffixes = media_suffixes() if not latent.audio_rows else SOUND_SUFFIXES
+        entries = [entry for entry in _entries(root, Looked(ask)) if entry not in known]
         files = [entry for entry in entries if _ending(entry) not in suffixes and entry.is_file()]
         for folder in sorted(path for path in paths if path.is_dir()):
-            files += [entry for entry in self._entries(folder) if _ending(entry) not in image_suffixes()]
+            files += [entry for entry in _entries(folder, Looked(ask)) if _ending(entry) not in image_suffixes()]
         yield from _of_files(root, files)
-        looked = Looked(self._ask)
+        looked, held = Looked(ask), dict[Path, int]()
         wanted = (*suffixes, *SOUND_SUFFIXES) if latent.sound_rate else suffixes
-        held = {entry: self._count(entry, looked, wanted) for entry in entries if entry.is_dir()}
-        held = {folder: number for folder, number in held.items() if number}
+        for entry in filter(Path.is_dir, entries):
+            if number := _count(entry, looked, wanted, is_read):
+                held[entry] = number
         if held:
             names = first([f"{folder.name} ({number})" for folder, number in held.items()], most=20)
             is_all = looked.num_seen < _MOST_LOOKED_AT
@@ -65,33 +63,30 @@ class LeftOut:
                 "(10_cat: path 10_cat, repeats 10)"
                 + ("; if one is a clip, put its caption beside it, named like the folder with .txt" * latent.is_video)
             )
+    for root in beside:  # whose captions do not matter
+        found = [each for each in _entries(root, Looked(ask)) if not _is_media_or_caption(each) and each.is_file()]
+        yield from _of_files(root, found)
 
-    def of_partners(self, root: Path) -> Iterator[str]:
-        """The same of a folder of references or control, whose captions do not matter."""
-        files = [each for each in self._entries(root) if not _is_media_or_caption(each) and each.is_file()]
-        yield from _of_files(root, files)
 
-    def _count(self, folder: Path, looked: Looked, wanted: Collection[str]) -> int:
-        """Files of these endings in a folder and all below it; through no link inside it, and not in those that are
-        read."""
-        number, remaining = 0, [folder]
-        while remaining and looked.num_seen < _MOST_LOOKED_AT:
-            each = remaining.pop()
-            if each.resolve() in self._read:
-                continue
-            entries = self._entries(each, looked)
+def _count(folder: Path, looked: Looked, wanted: Collection[str], is_read: Collection[Path]) -> int:
+    """Files of these endings in a folder and all below it; through no link, and not in those that are read."""
+    number, remaining = 0, [folder]
+    while remaining and looked.num_seen < _MOST_LOOKED_AT:
+        each = remaining.pop()
+        if each.resolve() not in is_read:
+            entries = _entries(each, looked)
             number += sum(_ending(entry) in wanted for entry in entries)
             others = (entry for entry in entries if not _is_media_or_caption(entry))
             remaining += [entry for entry in others if entry.is_dir() and not entry.is_symlink()]
-        return number
+    return number
 
-    def _entries(self, folder: Path, looked: Looked | None = None) -> list[Path]:
-        """None of a folder that may not be read, is gone, or holds far more than a dataset."""
-        try:
-            entries = (looked or Looked(self._ask)).entries(folder)
-        except (OSError, ValueError):
-            return []
-        return [entry for entry in entries if not is_of_system(entry)]
+
+def _entries(folder: Path, looked: Looked) -> list[Path]:
+    """None of a folder that may not be read, is gone, or holds far more than a dataset."""
+    try:
+        return [entry for entry in looked.entries(folder) if not is_of_system(entry)]
+    except (OSError, ValueError):
+        return []
 
 
 def is_of_system(entry: Path) -> bool:

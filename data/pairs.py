@@ -15,8 +15,8 @@ from pathlib import Path
 from ..config.job import FolderConfig
 from ..families.comfy.conditions import ConditionWay
 from ..system.files import Looked
-from .cuts import is_other_shape
 from .image import image_suffixes, read_size
+from .samples import is_other_shape
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip
 
 _Index = Mapping[str, Sequence[Path]]

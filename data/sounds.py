@@ -21,8 +21,8 @@ import torch
 from ..families.spec import LatentSpec
 from .captions import stem_of
 from .containers import CONTAINER_SUFFIXES, SOUND_SUFFIXES, open_container
-from .cuts import ClipPlan
 from .image import SoundRequest, naming
+from .samples import ClipPlan
 from .video import ClipInfo
 
 _LONGEST_S = 600.0  # of a part: what the models of today make

@@ -1,7 +1,7 @@
 """One clip: from a video file, an animation or a folder of images to the frames that are trained on.
 
 A request names frames by number, counted in the order in which they are shown. Which numbers those are, so frame rate
-and window, is decided before (data/cuts.py) and is part of the sample: reading has nothing left to choose.
+and window, is decided before (samples.py) and is part of the sample: reading has nothing left to choose.
 
 Videos go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as still images do. A sub-folder of
 images, sorted by the numbers in their names, is a clip too.

@@ -6,7 +6,7 @@ WanPipeline does: cleaned first, padding masked in the encoder and zero afterwar
 the text as it is, and no mask, so that the padding is encoded too.
 
 Texts are computed one by one: in a batch, matrix products of another size would round differently, and what is cached
-for a caption would depend on its neighbours. Streamed layers (streamed_encoder.py) take each text alone, too.
+for a caption would depend on its neighbours. Streamed layers (text_weights.py) take each text alone, too.
 
 Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
 """
@@ -30,10 +30,10 @@ from ..checkpoints.weight_file import refuse_zeros
 from ..families.spec import TextEncoderSpec
 from ..patches.hooks import HookSet, parameters_on_meta
 from ..system.files import expect, read_json_object
-from .streamed_encoder import StreamedLayers
 from .text_weights import (
     WHAT_WORKS,
     Storage,
+    StreamedLayers,
     TextScheme,
     applied_scheme,
     find_sources,

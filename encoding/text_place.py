@@ -1,7 +1,7 @@
 """Where a text encoder runs: what the user may name, what it would take there, and what `auto` picks.
 
 Settings: `cpu`; `cuda:1` (all of the encoder on that card); `stream` or `stream:cuda:1` (its layers pass through the
-card within a limit of memory, see streamed_encoder.py); `auto` or `auto:cuda:1` (with no other card than that).
+card within a limit of memory, see text_weights.py); `auto` or `auto:cuda:1` (with no other card than that).
 
 The forecast is arithmetic on the encoder's config; no weight is read. All of it counts as on the card: weights as they
 are held, what one caption needs inside a layer, and what each caption of a pass needs between layers. It errs upwards:

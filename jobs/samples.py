@@ -10,7 +10,7 @@ from PIL import features
 
 from ..assembly import Assembled
 from ..config.job import JobConfig
-from ..data.cuts import bucket_step, make_buckets
+from ..data.samples import bucket_step, make_buckets
 from ..events import EventLog
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import CPU, find_device

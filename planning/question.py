@@ -17,8 +17,7 @@ import torch
 
 from ..config.job import DataConfig, LoraSettings
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
-from ..data.cuts import bucket_step, make_buckets, make_clip_plan
-from ..data.samples import Sample
+from ..data.samples import Sample, bucket_step, make_buckets, make_clip_plan
 from ..families.spec import LatentSpec, Variant
 from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.activations import MIN_BYTES

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
-from devicebridge.data.cuts import is_slower, make_clip_plan, show_at
+from devicebridge.data.samples import is_slower, make_clip_plan, show_at
 from devicebridge.data.video import ClipInfo, probe_clip
 from devicebridge.families.spec import LatentSpec
 from devicebridge.families.wan import WAN

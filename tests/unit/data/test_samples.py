@@ -9,10 +9,18 @@ import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import image as image_module
-from devicebridge.data.cuts import choose_bucket, make_buckets, plan_crop
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
-from devicebridge.data.samples import DROPPED, BatchOrder, Sample, dataset_fingerprint, load_mask
+from devicebridge.data.samples import (
+    DROPPED,
+    BatchOrder,
+    Sample,
+    choose_bucket,
+    dataset_fingerprint,
+    load_mask,
+    make_buckets,
+    plan_crop,
+)
 from devicebridge.families.spec import LatentSpec
 from devicebridge.tests.clips import plain_frames, save_clip, save_video
 from PIL import Image

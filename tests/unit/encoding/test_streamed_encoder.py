@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.encoding import streamed_encoder
+from devicebridge.encoding import text_weights
 from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
@@ -87,10 +87,10 @@ def test_captions_go_through_a_layer_one_by_one(folders: dict[str, Path]) -> Non
 
 def test_a_layer_that_would_mix_captions_is_an_error() -> None:
     """An argument whose batch is not where we look for it would make two captions of one."""
-    unknown = streamed_encoder._caption((), {"other": torch.ones(3, 2, 4, 8)}, 0, 2)[1]["other"]
+    unknown = text_weights._caption((), {"other": torch.ones(3, 2, 4, 8)}, 0, 2)[1]["other"]
     one = torch.zeros(1, 4, 8) * unknown[0]
     with pytest.raises(AssertionError, match="mixed captions"):
-        streamed_encoder._joined([one, one])
+        text_weights._joined([one, one])
 
 
 def test_a_batch_is_one_pass(folders: dict[str, Path]) -> None:
