@@ -1,15 +1,9 @@
-"""One process with ComfyUI's Python: jobs on sounds, beside what ComfyUI's own nodes make of the same files.
-
-Takes ComfyUI's folder and a folder for files. Prints one line of JSON: {model: [losses of a job on folders, losses of
-one on what the nodes made], "dropped": numbers of an empty caption that are not zero, "loaded": [files whose samples
-differ from Load Audio's], "refused": message}.
-"""
+"""Jobs on folders of sounds, and of clips with sounds, train what ComfyUI's own nodes make of them; cases of
+test_sounds.py."""
 
 import functools
 import json
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,30 +19,23 @@ from comfy.ldm.lightricks.vae.audio_vae import AudioVAE
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_ace import TextEncodeAceStepAudio15
 from comfy_extras.nodes_audio import VAEEncodeAudio, load
-from devicebridge.config.job import make_job
 from devicebridge.data.image import ImageRequest, SoundRequest
 from devicebridge.data.sounds import probe_sound, read_sound
 from devicebridge.data.video import read_frames
 from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
-from devicebridge.events import EventLog
-from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.comfy_entries import ComfyEncoders
-from devicebridge.jobs.encode_job import cache_job
-from devicebridge.jobs.job import check_job
 from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
 from devicebridge.nodes.host.native.files import load_vae
-from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
-from devicebridge.tests.comfy.native_conditions_worker import Latents, States
-from devicebridge.tests.comfy.native_forwards import endless_memory
+from devicebridge.tests.comfy.cases import FOLDER, case, expect_refusal, run_cases
+from devicebridge.tests.comfy.native_conditions_worker import Latents, States, losses_of
 from devicebridge.tests.comfy.stock_encoders import _randomise, make_vae
 from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from devicebridge.tests.sounds import save_sound, wave
 from safetensors.torch import save_file
 
-ROOT = Path(sys.argv[2])
 SONG = {"bpm": 97, "timesignature": "3/4", "keyscale": "D minor", "language": "ja", "lyrics": "[verse]\nla (la)"}
 
 
@@ -86,29 +73,16 @@ def clip_vae() -> tuple[AudioVAE, dict[str, str]]:
     return model, said
 
 
-def losses_of(name: str, given: dict[str, tuple[dict[str, Any], ComfyEncoders]]) -> list[list[float]]:
-    found = []
-    info = read_native(save_trained(name, ROOT / f"{name}.safetensors"), "float32")
-    for kind, (sections, encoders) in given.items():
-        job = make_job(
-            {
-                **sections,
-                "model": {"path": str(info.path), "family": "comfyui", "dtype": "float32"},
-                "split": {"devices": ["cpu"]}, "lora": {"rank": 2}, "train": {"steps": 2, "seed": 3},
-                "output": {"folder": str(ROOT / name / kind), "tensorboard": False},
-            }
-        )  # fmt: skip
-        with native_training(), endless_memory(), ExitStack() as cleanup:
-            plan = check_job(job, info=info)
-            events = cleanup.enter_context(EventLog(Path(job.output.folder)))
-            trainer = build_trainer(plan, {}, cache_job(plan, events, encoders=encoders), events, cleanup)
-            found.append([float(each) for _ in range(2) for each in trainer.accumulate(1)])
-    return found
+def _trains_the_same(name: str, given: dict[str, tuple[dict[str, Any], ComfyEncoders]]) -> None:
+    info = read_native(save_trained(name, FOLDER / f"{name}.safetensors"), "float32")
+    of_folders, of_graph = losses_of(name, info, given)
+    assert of_folders == of_graph and len(of_folders) == 3 and min(of_folders) > 0
 
 
-def song() -> list[list[float]]:
+@case
+def song() -> None:
     """Two songs, of which one has its lyrics in a file, against the text encode node and VAE Encode Audio."""
-    (folder := ROOT / "songs").mkdir()
+    (folder := FOLDER / "songs").mkdir()
     save_sound(folder / "a.wav", wave(1.03, 44100), 44100)
     save_sound(folder / "b.flac", wave(0.6, 24000, 1), 24000)
     (folder / "a.json").write_text(json.dumps({"caption": "slow (waltz)", **SONG}))
@@ -128,10 +102,11 @@ def song() -> list[list[float]]:
         said = {**SONG, "timesignature": "3", "duration": cells / 25, "generate_audio_codes": False}
         rest = {"seed": 0, "cfg_scale": 2.0, "temperature": 0.85, "top_p": 0.9, "top_k": 0, "min_p": 0.0}
         texts += TextEncodeAceStepAudio15.execute(clip, tags=tags, **said, **rest).args
-    encoded = save_encoded(read_pairs(latents, texts), CacheStore(ROOT / "graph"))
-    cache = {"folder": str(ROOT / "cache"), **names}
+    encoded = save_encoded(read_pairs(latents, texts), CacheStore(FOLDER / "graph"))
+    cache = {"folder": str(FOLDER / "cache"), **names}
     given = {"folders": ({"data": {"folders": [{"path": str(folder)}]}, "cache": cache}, encoders)}
-    return losses_of("ACE-Step 1.5", given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
+    with small_sizes(TRAINED["ACE-Step 1.5"]):
+        _trains_the_same("ACE-Step 1.5", given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
 
 
 class Pictures(Latents):
@@ -169,7 +144,7 @@ def beside_a_clip(folder: Path) -> tuple[Any, torch.Tensor]:
     save_sound(folder / "a.wav", values, 32000)
     model, said = clip_vae()
     weights = {name.replace("autoencoder.", "audio_vae."): each for name, each in model.state_dict().items()}
-    path = ROOT / "checkpoint.safetensors"
+    path = FOLDER / "checkpoint.safetensors"
     save_file({**weights, "vae.decoder.conv_in.weight": torch.zeros(1)}, path, said)
     heard = torch.nn.functional.pad(samples(values), (0, 9 * 1280 - len(values)))
     heard = torchaudio.functional.resample(heard, 32000, 44100)
@@ -186,63 +161,63 @@ def track_of_a_clip(folder: Path) -> tuple[Any, torch.Tensor]:
     return Columns(), columns.expand(1, 32, 2, 8)
 
 
-def clip(
+def _clip(
     name: str, frames: int, pictures: Pictures, width: int, make: Callable[[Path], tuple[Any, torch.Tensor]]
-) -> list[list[float]]:
+) -> None:
     """A clip with sound against Concat AV Latent of what was cut and encoded here."""
-    (folder := ROOT / f"clips of {name}").mkdir()
+    (folder := FOLDER / f"clips of {name}").mkdir()
     host, sound = make(folder)
     states = [[torch.ones(1, 6, width), {}]]
     texts = SimpleNamespace(fingerprint=States.fingerprint, encode=lambda text: states, release=int)
     video = read_frames(ImageRequest(str(folder / "a.mkv"), (64, 64), (0, 0, 64, 64), tuple(range(frames))))
     stream = pictures.encode((((video + 1) * 127.5).round() / 255).permute(1, 2, 3, 0))
     encoded = save_encoded(
-        read_pairs([{"samples": NestedTensor((stream, sound))}], [states]), CacheStore(ROOT / "graph")
+        read_pairs([{"samples": NestedTensor((stream, sound))}], [states]), CacheStore(FOLDER / "graph")
     )
     cache = {
-        "folder": str(ROOT / f"cache of {name}"),
+        "folder": str(FOLDER / f"cache of {name}"),
         "text_source": texts.fingerprint,
         "latent_source": Latents.fingerprint,
     }
     data = {"folders": [{"path": str(folder)}], "resolutions": [64], "frames": [frames]}
     encoders = ComfyEncoders(texts, pictures, audio_vae=host)
     given = {"folders": ({"data": data, "cache": {**cache, "audio_source": host.fingerprint}}, encoders)}
-    return losses_of(name, given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
+    with small_sizes(TRAINED[name]):
+        _trains_the_same(name, given | {"graph": ({"data": {"encoded": str(encoded)}}, ComfyEncoders())})
 
 
-def not_as_loaded() -> list[str]:
-    wrong = []
+@case
+def clip_with_a_sound_beside_it() -> None:
+    _clip("LTX-2", 9, Pictures(32, 128), 24, beside_a_clip)
+
+
+@case
+def clip_with_its_track() -> None:
+    _clip("MiniMax H3", 5, Pictures(16, 24), 48, track_of_a_clip)
+
+
+@case
+def files_are_decoded_as_load_audio_does() -> None:
     for suffix in (".wav", ".flac", ".mp3", ".ogg", ".m4a", ".opus"):
-        path = save_sound(ROOT / f"any{suffix}", wave(0.5, 48000), 48000)
+        path = save_sound(FOLDER / f"any{suffix}", wave(0.5, 48000), 48000)
         theirs, rate = load(str(path))
         seconds = probe_sound(path)
         assert seconds is not None
         ours, own_rate = read_sound(SoundRequest(str(path), 0.0, seconds, 1), is_alone=True)
-        if own_rate != rate or not torch.equal(ours, theirs):
-            wrong.append(suffix)
-    return wrong
+        assert own_rate == rate and torch.equal(ours, theirs), suffix
 
 
-def refusal(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except ValueError as error:
-        return str(error)
-    return ""
+@case
+def a_song_without_caption_is_what_workflows_sample_against() -> None:
+    (none,) = HostClip(tiny_clip()).encode("")
+    assert not none[0].any() and not none[1]["conditioning_lyrics"].any()
+
+
+@case
+def a_vae_of_pictures_is_refused_for_sound() -> None:
+    vae, sound = HostVae(make_vae("flux1")), torch.zeros(2, 4000)
+    expect_refusal(lambda: vae.encode_sound(sound, 8000), "3 channels")
 
 
 if __name__ == "__main__":
-    sound = torch.zeros(2, 4000)
-    said = refusal(lambda: HostVae(make_vae("flux1")).encode_sound(sound, 8000))
-    (none,) = HostClip(tiny_clip()).encode("")
-    dropped = [int(torch.count_nonzero(each)) for each in (none[0], none[1]["conditioning_lyrics"])]
-    answer = {"loaded": not_as_loaded(), "refused": said, "dropped": dropped}
-    jobs = {
-        "ACE-Step 1.5": song,
-        "LTX-2": functools.partial(clip, "LTX-2", 9, Pictures(32, 128), 24, beside_a_clip),
-        "MiniMax H3": functools.partial(clip, "MiniMax H3", 5, Pictures(16, 24), 48, track_of_a_clip),
-    }
-    for name, act in jobs.items():
-        with small_sizes(TRAINED[name]):
-            answer[name] = act()
-    print(json.dumps(answer), flush=True)
+    run_cases()

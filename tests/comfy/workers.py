@@ -4,14 +4,17 @@ import atexit
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
+from devicebridge.tests.comfy.conftest import names_that_run
 from devicebridge.tests.comfy.server import ENVIRONMENT
 from devicebridge.tests.comfy_host import comfy_python
 
@@ -87,6 +90,31 @@ def run_worker(name: str, comfyui: Path, *arguments: str | Path, timeout: float 
     done = run_script(name, comfyui, *arguments, timeout=timeout, has_pack=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+
+
+def case_tests(
+    script: str, always: Iterable[str] = (), long: Iterable[str] = (), timeout: float = 400
+) -> Callable[..., None]:
+    """A test for each case of a script (see cases.py), beside those of @case these. Those that are asked for run in one
+    process."""
+    found = re.findall(r"^@(long_)?case\ndef (\w+)", (HERE / script).read_text(encoding="utf-8"), re.MULTILINE)
+    is_long = {name: bool(mark) for mark, name in found} | dict.fromkeys(always, False) | dict.fromkeys(long, True)
+    marked = [pytest.param(name, marks=[pytest.mark.long] * is_long[name]) for name in is_long]
+    faults: dict[str, str] = {}
+
+    @pytest.mark.comfy
+    @pytest.mark.parametrize("name", marked)
+    def test_case(
+        name: str, request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        if not faults:
+            names = names_that_run(request)
+            faults.update(dict.fromkeys(names, "the process ended before it"))
+            lines = run_worker(script, comfyui, tmp_path_factory.mktemp("cases"), *names, timeout=timeout)
+            faults.update({each["name"]: each["fault"] for each in lines})
+        assert not faults[name], faults[name]
+
+    return test_case
 
 
 def _text(file: IO[str]) -> str:
