@@ -1,37 +1,28 @@
-"""One process with ComfyUI's Python: LoRA kinds on tiny models of ComfyUI's own classes; run by test_lora_kinds.py.
-
-Takes ComfyUI's folder, a folder for files and names of BUILDS. Prints one line of JSON per name, {} for a class that
-this ComfyUI lacks.
-"""
+"""LoRA kinds on ComfyUI's own classes: stock loaders read all in full, and training goes on from any file; cases of
+test_lora_kinds.py."""
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import comfy.lora
-import comfy.sd
 import comfy.supported_models
 import torch
 from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.lora_start import read_start
-from devicebridge.config.job import LoraSettings, make_job
-from devicebridge.encoding.comfy_data import read_pairs, save_encoded
-from devicebridge.encoding.store import CacheStore
+from devicebridge.config.job import LoraSettings
+from devicebridge.encoding.comfy_data import read_pairs
 from devicebridge.families.comfy.inputs import COND, read_latents, streams_of
-from devicebridge.jobs.job import run_job
 from devicebridge.jobs.lora_output import lora_file_tensors
 from devicebridge.nodes.host.native.model import native_training
-from devicebridge.nodes.host.native.source import read_native
-from devicebridge.tests.comfy.native_steps import _sample, cards_of
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
+from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
+from devicebridge.tests.comfy.native_steps import CARDS, TWO, Bench, _sample
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED
 from devicebridge.training.adapter import apply_lora, find_targets
 from safetensors.torch import save_file
-
-FOLDER, *NAMES = sys.argv[2:]
 
 BUILDS = FAMILIES | {"qwen_image_21": TRAINED["Qwen-Image 2.1 edit"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,8 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "dokr": {"kind": "lokr", "dora": True, "rank": 2, "alpha": 2.0},
     "oft": {"kind": "oft", "rank": 4},
 }
-CARDS = {"devices": ["lazy:0", "lazy:1"]}
-TWO = {"gradient_accumulation_steps": 2}
 PLAIN = {"train": {"gradient_checkpointing": False}}
 # Other kinds in every way are in tests/unit/jobs/test_lora_kinds_job.py.
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
@@ -55,81 +44,70 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def examine(name: str) -> dict[str, Any]:
-    family, folder = BUILDS[name], Path(FOLDER) / name
+@case_of(*BUILDS)
+def lora_kinds(name: str) -> None:
+    family = BUILDS[name]
     if not hasattr(comfy.supported_models, family.config_class):
-        return {}
-    folder.mkdir(parents=True)
+        return  # of later versions
+    bench = Bench(name, FOLDER / name, family=family)
     with small_sizes(family), native_training():
-        path = save_checkpoint(family, folder / "model.safetensors")
-        info = read_native(path, "float32")
-        found = {"name": name, "attention": _attention(info)}
-        found |= {kind: _trained(kind, family, info, path, folder) for kind in KINDS}
-        found["spellings"] = {
-            spelling: _start(family, info, path, folder / f"{spelling}.safetensors", tensors)
-            for spelling, tensors in _spellings(info).items()
-        }
-        found["refusals"] = _refusals(info, folder)
-        return found
+        model = bench.info.family.host.make(is_empty=True)
+        some, every = (
+            find_targets(model, bench.info.family, LoraSettings(layers=each)) for each in ("attention", "all")
+        )
+        assert 0 < len(some) < len(every)
+        for kind in KINDS:
+            _is_trained_and_read(bench, kind)
+        for spelling, tensors in _spellings(bench.info).items():
+            _begins_as_the_stock_model(bench, bench.folder / f"{spelling}.safetensors", tensors)
+        _is_refused_for_what_it_is(bench)
 
 
-def _refusals(info: Any, folder: Path) -> dict[str, list[str]]:
-    """Of files that cannot be read right: a tensor of each, and the message."""
-    whole = _spellings(info)
+def _is_refused_for_what_it_is(bench: Bench) -> None:
+    whole = _spellings(bench.info)
     names = {name.rpartition(".lora_")[0] for name in whole["comfyui"]}
     layer, rows = min(names), len(whole["comfyui"][f"{min(names)}.lora_B.weight"])
     products = {f"{layer}.{kind}": torch.ones(2, 2) for kind in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")}
-    files = {
-        "OFT with a constraint": {f"{layer}.oft_blocks": torch.ones(2, 2, 2), f"{layer}.alpha": torch.tensor(2.0)},
-        "OFT with a scale": {f"{layer}.oft_blocks": torch.ones(2, 2, 2), f"{layer}.rescale": torch.ones(4, 1)},
-        "zeros": {name: each * ("lora_A" in name) for name, each in whole["comfyui"].items()},
-        "a bias": {**whole["comfyui"], f"{layer}.diff_b": torch.ones(rows)},
-        "twice": {**whole["comfyui"], **whole["kohya"]},
-        "Tucker": {**products, f"{layer}.hada_t1": torch.ones(2, 2, 1, 1), f"{layer}.hada_t2": torch.ones(2, 2, 1, 1)},
-    }
-    found = {}
-    for what, tensors in files.items():
-        save_file({name: each.clone() for name, each in tensors.items()}, folder / "refused.safetensors")
-        try:
-            read_start(folder / "refused.safetensors", info.family, {})
-        except ValueError as error:
-            found[what] = [layer, str(error)]
-    return found
+    tucker = {f"{layer}.hada_{each}": torch.ones(2, 2, 1, 1) for each in ("t1", "t2")}
+    blocks = {f"{layer}.oft_blocks": torch.ones(2, 2, 2)}
+    files: tuple[tuple[Mapping[str, torch.Tensor], tuple[str, ...]], ...] = (
+        ({**blocks, f"{layer}.alpha": torch.tensor(2.0)}, ("constraint", layer)),
+        ({**blocks, f"{layer}.rescale": torch.ones(4, 1)}, ("kind oft", layer)),
+        ({name: each * ("lora_A" in name) for name, each in whole["comfyui"].items()}, ("changes nothing",)),
+        ({**whole["comfyui"], f"{layer}.diff_b": torch.ones(rows)}, ("kind diff", layer)),
+        ({**whole["comfyui"], **whole["kohya"]}, ("there twice",)), ({**products, **tucker}, ("kind loha", layer)),
+    )  # fmt: skip
+    path = bench.folder / "refused.safetensors"
+    for tensors, words in files:
+        save_file({name: each.clone() for name, each in tensors.items()}, path)
+        expect_refusal(lambda: read_start(path, bench.info.family, {}), *words)
 
 
-def _attention(info: Any) -> list[int]:
-    """Linears of the preset attention, and of all."""
-    model = info.family.host.make(is_empty=True)
-    return [len(find_targets(model, info.family, LoraSettings(layers=each))) for each in ("attention", "all")]
-
-
-def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dict[str, Any]:
-    """A LoRA of this kind in every way of training; and its file, which the stock loader reads."""
-    folder /= kind
-    generator = torch.Generator().manual_seed(3)
-    latents = [{"samples": _sample(family, generator)} for _ in range(2)]
-    encoded = save_encoded(read_pairs(latents, [family.condition(s) for s in (1, 2)]), CacheStore(folder / "cache"))
-    results = {}
+def _is_trained_and_read(bench: Bench, kind: str) -> None:
+    """In every way of training; the stock loader reads all of its file, and computes what was trained."""
+    results, family, info = {}, bench.family, bench.info
     for way, sections in WAYS[kind].items():
-        job = _job(path, encoded, folder / way, {"lora": KINDS[kind], **sections})
-        with cards_of(job):
-            results[way] = run_job(job, info=info)
-    trained = results["plain"]
+        train = {"steps": 3, **sections.get("train", {})}
+        results[way] = bench.run(f"{kind} {way}", {"lora": KINDS[kind], **sections, "train": train})
+    if "pipeline" in results:
+        in_stages, accumulated = results["pipeline"].losses, results["accumulated"].losses
+        assert all(abs(a / b - 1) < 1e-5 for a, b in zip(in_stages, accumulated, strict=True))
+        assert len(set(results["plain"].losses)) == len(set(in_stages)) == 3
+    trained, stock = results["plain"], bench.stock().model
     assert trained.lora_path is not None
-    stock = _stock(path)
     mapped = comfy.lora.load_lora(dict(trained.lora), comfy.lora.model_lora_keys_unet(stock, {}))
     modules = {key.partition(".lora_")[0].removesuffix(".dora_scale").removesuffix(".alpha") for key in trained.lora}
     modules = {key.partition(".lokr_")[0].partition(".hada_")[0].removesuffix(".oft_blocks") for key in modules}
-    found = {
-        "written": _written(_job(path, encoded, folder, {"lora": KINDS[kind]}), family, info, stock),
-        "losses": {way: result.losses for way, result in results.items()},
-        "keys": [len(mapped), len(modules)],
-    }
-    started = _prediction(family, info, _started(info, trained.lora_path, **KINDS[kind]))
-    return found | {
-        "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
-        "change": _distance(started, _prediction(family, info, _loaded(info))),
-    }
+    assert len(mapped) == len(modules) > 0
+    assert _written(bench.job(kind, {"lora": KINDS[kind]}), family, info, stock) < 1e-5
+    _same_as_stock(bench, _started(info, trained.lora_path, **KINDS[kind]), _patched(info, stock, mapped))
+
+
+def _same_as_stock(bench: Bench, started: torch.nn.Module, patched: torch.nn.Module) -> None:
+    found, stock, before = (
+        _prediction(bench.family, bench.info, each) for each in (started, patched, _loaded(bench.info))
+    )
+    assert _distance(found, stock) < 1e-5 and _distance(found, before) > 1e-3
 
 
 def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
@@ -145,24 +123,17 @@ def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
     return _distance(_prediction(family, info, model), _prediction(family, info, _patched(info, stock, mapped)))
 
 
-def _start(family: Any, info: Any, path: Path, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Training's model with a file that it starts from, against the stock model with the same file. Of "metadata" the
-    file holds the strength in its metadata alone, where the stock loader does not look."""
+def _begins_as_the_stock_model(bench: Bench, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """With the same file. Of "metadata" the file holds the strength in its metadata alone, where the stock loader does
+    not look."""
     is_bare = file.stem == "metadata"
     written = {name: each for name, each in tensors.items() if not (is_bare and name.endswith(".alpha"))}
     said = {"lora_adapter_metadata": json.dumps({"r": 3, "lora_alpha": 1.5})}
     save_file(written, file, said if is_bare else None)
-    stock = _stock(path)
+    stock = bench.stock().model
     mapped = comfy.lora.load_lora(dict(tensors), comfy.lora.model_lora_keys_unet(stock, {}))
-    started = _prediction(family, info, _started(info, file, rank=16, alpha=8.0))
-    return {
-        "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
-        "change": _distance(started, _prediction(family, info, _loaded(info))),
-    }
-
-
-def _stock(path: Path) -> Any:
-    return comfy.sd.load_diffusion_model(str(path)).model
+    started = _started(bench.info, file, rank=16, alpha=8.0)
+    _same_as_stock(bench, started, _patched(bench.info, stock, mapped))
 
 
 def _loaded(info: Any) -> torch.nn.Module:
@@ -262,20 +233,5 @@ def _diffusers_flux(found: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> d
     return tensors
 
 
-def _job(path: Path, encoded: Path, folder: Path, sections: dict[str, Any]) -> Any:
-    return make_job(
-        {
-            "model": {"path": str(path), "family": "comfyui", "dtype": "float32"},
-            "split": {"devices": ["cpu"]},
-            "data": {"encoded": str(encoded)},
-            "optimizer": {"learning_rate": 0.01},
-            **sections,
-            "train": {"steps": 3, "seed": 3, **sections.get("train", {})},
-            "output": {"folder": str(folder), "tensorboard": False, "lora_dtype": "float32"},
-        }
-    )
-
-
 if __name__ == "__main__":
-    for each in NAMES:
-        print(json.dumps(examine(each)), flush=True)
+    run_cases()

@@ -1,12 +1,6 @@
-"""One process with ComfyUI's Python: draws pictures with tiny models of its own classes while they train; run by
-test_native_pictures.py.
+"""Pictures that models of ComfyUI's own classes draw while they train, beside those of a KSampler's own code with the
+stock MODEL, CLIP and VAE; cases of test_native_pictures.py."""
 
-Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED. Prints a line of JSON per name. The
-reference is a KSampler's own code with the stock MODEL, CLIP and VAE.
-"""
-
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +21,7 @@ from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.sampling.decode import HostDecoder
 from devicebridge.system.stopping import never
+from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import cards_of
 from devicebridge.tests.comfy.stock_encoders import make_vae, make_video_vae
@@ -35,8 +30,6 @@ from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from PIL import Image
 
 from nodes import VAEDecode
-
-FOLDER, *NAMES = sys.argv[2:]
 
 PROMPTS, SEED, TRAIN_STEPS = ("a cat", "a dog, asleep"), 5, 2
 CLIP, VAE = f"comfyui 0 CLIP {'a' * 64}", f"comfyui 0 VAE {'b' * 64}"
@@ -166,30 +159,28 @@ def _shown(vae: Any, samples: torch.Tensor) -> torch.Tensor:
     return (images * 255).clamp(0, 255).to(torch.uint8)
 
 
-def examine(name: str) -> dict[str, Any]:
-    bench = Bench(name, TRAINED[name], Path(FOLDER) / name.replace("/", "-"))
-    result, drawn = bench.run("run", {})
+@case_of(*ASKED)
+def pictures(name: str) -> None:
+    """Latents before the first step, without a LoRA, and after the last, with the one that was written, of two prompts.
+    The LoRA's file is the same without pictures."""
+    bench = Bench(name, TRAINED[name], FOLDER / name.replace("/", "-"))
+    result, ((before, _), (after, pixels)) = bench.run("run", {})
     silent, _ = bench.run("silent", {"samples": {}})
-    (before, _), (after, pixels) = drawn
-    found: dict[str, Any] = {"name": name, "frames": after[0].shape[2]}
-    found["files"] = sorted(path.name for path in (bench.folder / "run" / "samples").iterdir())
-    found["same file"] = result.lora_path.read_bytes() == silent.lora_path.read_bytes()
-    found["moved"], found["differs"] = _distance(after[0], before[0]), _distance(after[0], after[1])
+    ending = "webp" if "frames" in ASKED[name][4] else "png"
+    files = [f"{step:06d}_{index}.{ending}" for step in (0, TRAIN_STEPS) for index in range(len(PROMPTS))]
+    assert sorted(path.name for path in (bench.folder / "run" / "samples").iterdir()) == files
+    assert result.lora_path.read_bytes() == silent.lora_path.read_bytes()
+    assert _distance(after[0], before[0]) > 1e-3 and _distance(after[0], after[1]) > 5e-4
     form = bench.info.family.host._form  # type: ignore[union-attr]
-    vae, errors, levels = bench.vae(), [], []
     for latents, lora in ((before, None), (after, result.lora)):
-        for prompt, ours in zip(PROMPTS, latents, strict=True):
+        for index, (prompt, ours) in enumerate(zip(PROMPTS, latents, strict=True)):
             theirs = bench.stock(lora, prompt, ours.shape)
-            errors.append(_distance(form.process_out(ours.view(theirs.shape)), theirs))
+            assert _distance(form.process_out(ours.view(theirs.shape)), theirs) < 1e-4
             if lora is not None:
-                shown = _shown(vae, theirs)
-                own = pixels[PROMPTS.index(prompt)]
-                assert own.shape == shown.shape, (own.shape, shown.shape)
-                levels.append(int((own.int() - shown.int()).abs().max()))
-                found["spread"] = int(shown.max()) - int(shown.min())
-    return {**found, "errors": errors, "levels": levels}
+                shown, own = _shown(bench.vae(), theirs), pixels[index]
+                assert own.shape == shown.shape and int((own.int() - shown.int()).abs().max()) <= 1
+                assert int(shown.max()) - int(shown.min()) > 20
 
 
 if __name__ == "__main__":
-    for each in NAMES:
-        print(json.dumps(examine(each)), flush=True)
+    run_cases()

@@ -1,15 +1,8 @@
-"""One process with ComfyUI's Python: tiny models in quantized files, which train as the files have them; run by
-test_native_stored.py.
+"""Tiny models in quantized files, which train as the files have them; cases of test_native_stored.py. The reference of
+each is the same model with plain weights, in a file of float32."""
 
-Takes ComfyUI's folder, a folder for files, and names of FORMS. Prints a line of JSON per name: {"name", "steps": {step:
-{"fault": "" or why not, figures}}}. The reference of each is the same model with plain weights, in a file of float32.
-"""
-
-import gc
 import json
 import math
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +22,7 @@ from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.quantization.stored import PACKINGS, restore
 from devicebridge.tests.comfy import native_steps
+from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import (
     STEPS,
@@ -46,7 +40,6 @@ from devicebridge.tests.comfy.trained_families import TRAINED
 from devicebridge.tests.gguf_files import random_blocks, write_gguf
 from safetensors.torch import save_file
 
-FOLDER, *NAMES = sys.argv[2:]
 Tensors = dict[str, torch.Tensor]
 # ComfyUI multiplies int8 with activations that it rounds to 8 bits; all else it makes plain.
 STOCK_ERROR, STOCK_ERROR_INT8 = 1e-5, 0.02
@@ -63,18 +56,26 @@ LAYOUTS = {
 
 class Form(NamedTuple):
     """model: of TRAINED. kinds: of GGUF or of quantized_layers.FORMATS, for the matrices of the blocks in turn; "plain"
-    leaves one in bfloat16."""
+    leaves one in bfloat16. held: what must be there, a number per weight in 8 bits, rotated or not, or GGUF blocks."""
 
     model: str
     kinds: tuple[str, ...]
+    held: set[str]
 
 
+_FP8, _E5M2, _INT8 = (f"rows torch.{kind}" for kind in ("float8_e4m3fn 0", "float8_e5m2 0", "int8 0"))
 FORMS = {
-    "GGUF Q8_0": Form("FLUX.1", ("Q8_0",)),
-    "GGUF mixed": Form("FLUX.1", ("Q4_K", "Q6_K", "Q5_K", "plain", "Q4_0", "Q5_1")),
-    "GGUF of Z-Image": Form("Z-Image", ("Q8_0", "Q5_0")), "int8 convrot": Form("FLUX.1", ("int8_convrot_16",)),
-    "scaled fp8": Form("FLUX.1", ("fp8",)),
-    "mixed": Form("FLUX.1", ("fp8", "plain", "int8_rows", "e5m2", "int8_convrot_16")),
+    "GGUF Q8_0": Form("FLUX.1", ("Q8_0",), {"Q8_0 torch.uint8 0"}),
+    "GGUF mixed": Form(
+        "FLUX.1", ("Q4_K", "Q6_K", "Q5_K", "plain", "Q4_0", "Q5_1"),
+        {f"{kind} torch.uint8 0" for kind in ("Q4_0", "Q4_K", "Q5_1")},
+    ),
+    "GGUF of Z-Image": Form("Z-Image", ("Q8_0", "Q5_0"), {"Q8_0 torch.uint8 0", "Q5_0 torch.uint8 0"}),
+    "int8 convrot": Form("FLUX.1", ("int8_convrot_16",), {"rows torch.int8 16"}),
+    "scaled fp8": Form("FLUX.1", ("fp8",), {_FP8}),
+    "mixed": Form(
+        "FLUX.1", ("fp8", "plain", "int8_rows", "e5m2", "int8_convrot_16"), {_FP8, _E5M2, _INT8, "rows torch.int8 16"}
+    ),
 }  # fmt: skip
 
 
@@ -294,10 +295,16 @@ STORED_STEPS: dict[str, Callable[[Any], Figures]] = {
 }
 
 
+@case_of(*FORMS)
+def a_base_trains_as_its_file_has_it(name: str) -> None:
+    with endless_memory():
+        steps = prove(name, STORED_STEPS, StoredBench(name, FOLDER / name.replace(" ", "_")))
+    assert not any(each["fault"] for each in steps.values())
+    assert set(steps["kept"]["kinds"]) == FORMS[name].held and steps["kept"]["linears"] > 10
+    assert steps["counted"]["bytes"] < steps["counted"]["plain"]
+    started = [layout for layout, error in steps["starts"].items() if isinstance(error, float)]
+    assert len(started) >= (2 if "Z-Image" in name else 4)
+
+
 if __name__ == "__main__":
-    gc.freeze()
-    warnings.simplefilter("ignore")
-    for each in NAMES or FORMS:
-        with endless_memory():
-            bench = StoredBench(each, Path(FOLDER) / each.replace(" ", "_"))
-            print(json.dumps({"name": each, "steps": prove(each, STORED_STEPS, bench)}), flush=True)
+    run_cases()
