@@ -1,13 +1,10 @@
-"""A ComfyUI as it stands when it loads packs, asked for all that the pack uses. Prints what it lacks, as JSON.
-
-Takes ComfyUI's folder.
-"""
+"""The ComfyUI at hand, as it stands when it loads packs, has all that the pack uses of it, and one that lacks something
+is refused by name; cases of test_compat.py."""
 
 import asyncio
 import importlib
 import inspect
 import io
-import json
 import logging
 import re
 import runpy
@@ -16,16 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from devicebridge.tests.comfy.cases import case, run_cases
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = Path(__file__).with_name("comfyui_api.txt")
-
-
-def main() -> None:
-    answers, sys.stdout = sys.stdout, io.StringIO()
-    sys.argv = ["main.py", "--cpu"]
-    _start_comfyui()
-    pack = runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
-    json.dump({**_ask(), **_ask_without_a_function(pack)}, answers)
 
 
 def _start_comfyui() -> None:
@@ -39,19 +30,21 @@ def _start_comfyui() -> None:
     asyncio.run(nodes.init_builtin_extra_nodes())
 
 
-def _ask() -> dict[str, Any]:
+@case
+def comfyui_has_all_that_the_pack_asks_at_its_start() -> None:
     from devicebridge import compat
 
     before = set(sys.modules)
-    faults = [text for _, text in compat.find_faults()]
-    imported = sorted(set(sys.modules) - before)
+    assert not [text for _, text in compat.find_faults()]
+    assert set(sys.modules) == before
+
+
+@case
+def comfyui_has_everything_else_that_the_code_uses() -> None:
     lines = [line for line in NAMES.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return {
-        "faults": faults, "imported": imported, "asked": len(lines),
-        "lacking": [text for line in lines for text in _lacks(line)],
-        "not as lines say": [line for line in WRONG if not list(_lacks(line))],
-        "overrides": list(_overrides_that_differ()),
-    }  # fmt: skip
+    assert len(lines) > 250
+    lacking = [text for line in lines for text in _lacks(line)]
+    assert not lacking
 
 
 # What no ComfyUI has: each must be found out.
@@ -61,6 +54,11 @@ WRONG = (
     "comfy.samplers.get_area_and_mult mentions no_such_word",
     "comfy.patcher_extension.WrappersMP.APPLY_MODEL = another", "no_such_module.name",
 )  # fmt: skip
+
+
+@case
+def a_line_that_no_comfyui_keeps_is_found() -> None:
+    assert not [line for line in WRONG if not list(_lacks(line))]
 
 
 def _lacks(line: str) -> Iterator[str]:
@@ -111,8 +109,8 @@ def _annotations(owner: type) -> set[str]:
     return {name for cls in owner.__mro__ for name in vars(cls).get("__annotations__", ())}
 
 
-def _overrides_that_differ() -> Iterator[str]:
-    """Methods that stand in for ComfyUI's and are not in compat.py, or take other parameters than it says."""
+@case
+def every_method_that_stands_in_for_one_of_comfyuis_is_as_compat_says() -> None:
     from comfy.model_patcher import ModelPatcherDynamic
     from devicebridge import compat
     from devicebridge.nodes.host.split import patcher
@@ -127,36 +125,45 @@ def _overrides_that_differ() -> Iterator[str]:
             names = [each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD]
             form = [each for each in told.get(name, ()) if each != "..."]
             is_covered = name in told and names == form[: len(names)] and (takes_more or "..." not in told[name])
-            if not is_covered or (len(names) < len(form) and not takes_more):
-                yield f"{cls.__name__}.{name}{inspect.signature(function)}: compat.py has {told.get(name)}"
+            is_covered = is_covered and (len(names) == len(form) or takes_more)
+            assert is_covered, f"{cls.__name__}.{name}{inspect.signature(function)}: compat.py has {told.get(name)}"
 
 
-def _ask_without_a_function(pack: Any) -> dict[str, Any]:
-    """What the split nodes, another and the log say where ComfyUI has renamed a function."""
+@case
+def where_a_function_is_gone_its_nodes_refuse_and_look_as_before() -> None:
+    """The split nodes, with what is gone in their words and in the log; another node runs."""
     import comfy.utils
+    from devicebridge.compat import PARTS
+
+    def listed() -> dict[str, Any]:
+        nodes = asyncio.run(asyncio.run(PACK.comfy_entrypoint()).get_node_list())
+        return {node.GET_NODE_INFO_V1()["name"]: node for node in nodes}
 
     function, logged = comfy.utils.repeat_to_batch_size, io.StringIO()
     del comfy.utils.repeat_to_batch_size
     logging.getLogger().addHandler(logging.StreamHandler(logged))
     try:
-        extension = asyncio.run(pack.comfy_entrypoint())
-        listed = asyncio.run(extension.get_node_list())
+        named = listed()
     finally:
         comfy.utils.repeat_to_batch_size = function
-    after = asyncio.run(asyncio.run(pack.comfy_entrypoint()).get_node_list())
-    infos = [node.GET_NODE_INFO_V1() for node in listed]
-    named = {info["name"]: node for info, node in zip(infos, listed, strict=True)}
+    after = listed()
+    assert [name for name, node in named.items() if node is not after[name]] == list(PARTS["split"])
+    assert all(node.GET_NODE_INFO_V1() == after[name].GET_NODE_INFO_V1() for name, node in named.items())
+    assert set(named) == {*PARTS["nodes"], "DeviceBridgeRingLseFix"}
+    split = named["DeviceBridgeLoadDiffusionModelSplit"]
     try:
-        said = named["DeviceBridgeLoadDiffusionModelSplit"].execute(unet_name="tiny.safetensors", devices="auto")
+        split.execute(unet_name="tiny.safetensors", devices="auto")
+        raise AssertionError("nothing was refused")
     except RuntimeError as error:
         said = str(error)
-    return {
-        "log": logged.getvalue(), "said": said, "other": named["DeviceBridgeRingLseFix"].execute(enabled=False).args,
-        "same schemas": infos == [node.GET_NODE_INFO_V1() for node in after],
-        "refusing": [info["name"] for info, node in zip(infos, listed, strict=True) if node not in after],
-        "ids": [info["name"] for info in infos],
-    }  # fmt: skip
+    assert "changed what DeviceBridge relies on here: comfy.utils.repeat_to_batch_size is gone. Update" in said
+    (refused,) = re.findall(r"(DeviceBridge[\w, ]+) will not work", logged.getvalue())
+    assert refused.split(", ") == list(PARTS["split"])
+    assert list(named["DeviceBridgeRingLseFix"].execute(enabled=False).args) == [None, "Off"]
 
 
 if __name__ == "__main__":
-    main()
+    names, sys.argv = sys.argv[3:], ["main.py", "--cpu"]
+    _start_comfyui()
+    PACK = runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
+    run_cases(names)

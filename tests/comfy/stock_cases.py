@@ -1,6 +1,6 @@
-"""What only ComfyUI itself can say about its encoders and models; run in its process by the node TestStockCase.
+"""What only ComfyUI itself can say about its encoders and models; cases of test_stock_encoders.py.
 
-The forward cases: a CONDITIONING and a LATENT go through ComfyUI's sampler code (process_latent_in, extra_conds,
+The forward case: a CONDITIONING and a LATENT go through ComfyUI's sampler code (process_latent_in, extra_conds,
 apply_model) and its own model, and through our reading of the cached entries and the diffusers model that is trained,
 both with the same weights.
 """
@@ -16,6 +16,7 @@ from devicebridge.encoding.vae import load_vae
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
 from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
+from devicebridge.tests.comfy.cases import case, expect_refusal, run_cases
 from devicebridge.tests.comfy.diffusers_twins import make_twin
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae, make_video_vae
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES as NATIVE
@@ -28,20 +29,11 @@ import nodes
 _SIGMA, _GUIDANCE = 0.6, 2.5
 
 
-def case_forward_flux1() -> None:
-    _compare_forwards("flux1", tokens=6)
-
-
-def case_forward_flux2() -> None:
-    _compare_forwards("flux2", tokens=6)  # ComfyUI pads in front
-
-
-def case_forward_flux2_long() -> None:
-    _compare_forwards("flux2", tokens=515)  # and cuts nothing
-
-
-def case_forward_wan() -> None:
-    _compare_forwards("wan", tokens=6)
+@case
+def a_trained_model_is_given_what_comfyuis_own_is_given() -> None:
+    """ComfyUI pads texts of FLUX.2 in front, and cuts none."""
+    for name, tokens in (("flux1", 6), ("flux2", 6), ("flux2", 515), ("wan", 6)):
+        _compare_forwards(name, tokens)
 
 
 def _compare_forwards(name: str, tokens: int) -> None:
@@ -80,7 +72,8 @@ def _their_velocity(model: Any, samples: torch.Tensor, noise: torch.Tensor, cond
     return (noisy - denoised) / _SIGMA
 
 
-def case_normalisation() -> None:
+@case
+def normalisation() -> None:
     """Ours is ComfyUI's process_in, bit for bit."""
     formats = comfy.latent_formats
     shapes = {
@@ -95,7 +88,8 @@ def case_normalisation() -> None:
         assert torch.equal(read_latents(comfy_inputs, entry)[None], expected), name
 
 
-def case_clips_of_wan() -> None:
+@case
+def clips_of_wan() -> None:
     """A batch of frames becomes one video, as VAEEncode makes it and as our own VAE does with the same weights."""
     stock, family = make_video_vae(), find_family("wan")
     vae = HostVae(stock)
@@ -117,7 +111,8 @@ def case_clips_of_wan() -> None:
         assert error < 1e-5, f"{num_frames} frames: relative error {error}"
 
 
-def case_captions_are_literal() -> None:
+@case
+def captions_are_literal() -> None:
     """Every character reaches the tokenizer as it stands, with weight 1; asked to weigh, a CLIP does as core's node."""
     texts = [
         "a (cat)", "a (cat:1.3), ((dog))", r"\(face\), c:\dir\(1) :)", "(", ")(", "embedding:none, an embedding:x (y)",
@@ -147,7 +142,8 @@ def case_captions_are_literal() -> None:
         assert [pair[0] for pair in pairs[-len(ids) :]] == list(ids), text
 
 
-def case_a_tokenizer_without_escapes_sees_none() -> None:
+@case
+def a_tokenizer_without_escapes_sees_none() -> None:
     clip = make_clip("sd15")
     asked = []
 
@@ -161,7 +157,8 @@ def case_a_tokenizer_without_escapes_sees_none() -> None:
     assert asked[-1] == "a (cat)"
 
 
-def case_clip_names() -> None:
+@case
+def clip_names() -> None:
     """The same CLIP has the same name, loaded or not, encoded with or not; any difference has another."""
     clip = make_clip("flux2")
     name = HostClip(clip).fingerprint
@@ -183,7 +180,8 @@ def case_clip_names() -> None:
     assert len(set(names)) == len(names), names
 
 
-def case_clip_names_leave_out_what_checkpoints_leave_out() -> None:
+@case
+def clip_names_leave_out_what_checkpoints_leave_out() -> None:
     """Checkpoints of SD have no projection for CLIP-L, and what ComfyUI has there is other memory at each load."""
     for family, part, is_read in (("sd2", "clip_h", False), ("sdxl", "clip_l", False), ("sdxl", "clip_g", True)):
         clip = make_clip(family)
@@ -196,7 +194,8 @@ def case_clip_names_leave_out_what_checkpoints_leave_out() -> None:
             assert torch.equal(changed[1]["pooled_output"], states[1]["pooled_output"]) != is_read, (family, part)
 
 
-def case_patched_clip_is_refused() -> None:
+@case
+def patched_clip_is_refused() -> None:
     """A LoRA on a clone: the clone is refused, and the original keeps its name while the shared weights are patched."""
     clip = make_clip("flux2")
     name = HostClip(clip).fingerprint
@@ -209,12 +208,13 @@ def case_patched_clip_is_refused() -> None:
     assert not torch.equal(clip.patcher.model.state_dict()[key], before), "the clone has patched the shared weights"
     assert HostClip(clip).fingerprint == name
     assert torch.equal(HostClip(clip).encode("a cat")[0][0], states)
-    _expect_refusal(lambda: HostClip(clone), "patches")
+    expect_refusal(lambda: HostClip(clone), "patches")
     clip.tokenize = lambda text: text
-    _expect_refusal(lambda: HostClip(clip), "tokenize of the encoder's CLIP has been replaced")
+    expect_refusal(lambda: HostClip(clip), "tokenize of the encoder's CLIP has been replaced")
 
 
-def case_vae_names() -> None:
+@case
+def vae_names() -> None:
     vae = make_vae("flux2")
     name = HostVae(vae).fingerprint
     HostVae(vae).encode(torch.rand(1, 32, 32, 3))
@@ -228,15 +228,10 @@ def case_vae_names() -> None:
     others = [make_vae("flux2", seed=1), make_vae("flux1"), half, statistics, seamless]
     names = [name, *(HostVae(other).fingerprint for other in others)]
     assert len(set(names)) == len(names), names
-    _expect_refusal(lambda: HostVae(object()), "not ComfyUI's own VAE")
+    expect_refusal(lambda: HostVae(object()), "not ComfyUI's own VAE")
     vae.first_stage_model.encoder.conv_in.forward = lambda x: x
-    _expect_refusal(lambda: HostVae(vae), "forward of the encoder's encoder.conv_in has been replaced")
+    expect_refusal(lambda: HostVae(vae), "forward of the encoder's encoder.conv_in has been replaced")
 
 
-def _expect_refusal(make: Any, words: str) -> None:
-    try:
-        make()
-    except ValueError as error:
-        assert words in str(error), error
-        return
-    raise AssertionError(f"nothing was refused; expected {words!r}")
+if __name__ == "__main__":
+    run_cases()

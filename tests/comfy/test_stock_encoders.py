@@ -14,6 +14,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs
 from devicebridge.tests.comfy.server import ROOT, Server
+from devicebridge.tests.comfy.workers import case_tests
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, node_of, read_workflow, set_values
 from PIL import Image
@@ -23,18 +24,11 @@ from safetensors.torch import load_file
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("servers_environment")]
 
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
-CASES = [
-    "a_tokenizer_without_escapes_sees_none", "captions_are_literal", "clip_names",
-    "clip_names_leave_out_what_checkpoints_leave_out", "clips_of_wan", "forward_flux1", "forward_flux2",
-    "forward_flux2_long", "forward_wan", "normalisation", "patched_clip_is_refused", "vae_names",
-]  # fmt: skip
 SIDE = 32
 _BEHIND_THE_CACHE = ("DeviceBridgeTrainLora", "SaveLoRA", "LossGraphNode")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case(server: Server, case: str) -> None:
-    server.succeed({"1": {"class_type": "TestStockCase", "inputs": {"case": case}}})
+test_case = case_tests("stock_cases.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Nodes for tests of training on ComfyUI's own encoders, in a running server: tiny ones, their results kept in files,
-and the cases of stock_cases.py. ComfyUI loads this folder as a custom node pack of its own."""
+"""Nodes for tests of training on ComfyUI's own encoders, in a running server: tiny ones, their results kept in files.
+ComfyUI loads this folder as a custom node pack of its own."""
 
 import contextlib
 import os
@@ -152,27 +152,7 @@ class Caption:
         return (f"a {colour} picture",)
 
 
-class StockCase:
-    """Runs a case of stock_cases.py; the prompt fails if the case does."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"case": ("STRING", {})}}
-
-    RETURN_TYPES = ()
-    FUNCTION = "run"
-    OUTPUT_NODE = True
-    CATEGORY = "test"
-
-    def run(self, case: str) -> dict[str, Any]:
-        _load_pack()
-        from devicebridge.tests.comfy import stock_cases
-
-        getattr(stock_cases, f"case_{case}")()
-        return {}
-
-
 NODE_CLASS_MAPPINGS = {
     "TestTinyEncoders": TinyEncoders, "TestSmallModel": SmallModel, "TestKeepTensors": KeepTensors,
-    "TestShortTexts": ShortTexts, "TestStockCase": StockCase, "TestCaption": Caption,
+    "TestShortTexts": ShortTexts, "TestCaption": Caption,
 }  # fmt: skip
