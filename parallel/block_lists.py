@@ -21,9 +21,7 @@ _MAIN_SHARE = 0.5
 
 def block_fqns(model: nn.Module, block_lists: Sequence[str], optional: Sequence[str] = ()) -> tuple[str, ...]:
     """fqns of all blocks of these lists, list by list. A name that is no ModuleList or ModuleDict is itself a block.
-
-    Raises: ValueError if a list that is not optional is missing, or there is no block at all.
-    """
+    Raises: ValueError if a list that is not optional is missing, or there is no block at all."""
     names: list[str] = []
     for name in block_lists:
         container = _find(model, name)
@@ -145,11 +143,9 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
 
 
 class BlockCalls:
-    """Watches which blocks (fqns) the first forward of a model calls that nobody described.
-
-    A block that is not called as a module (the model walks its children, or calls another method) gets no activations
-    from a bridge. On a card that is a device mismatch; with weights that are cast on every use it works slowly.
-    """
+    """Watches which blocks (fqns) the first forward of a model calls that nobody described. A block that is not called
+    as a module (the model walks its children, or calls another method) gets no activations from a bridge. On a card
+    that is a device mismatch; with weights that are cast on every use it works slowly."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._model = type(model).__name__
@@ -166,10 +162,8 @@ class BlockCalls:
         self._hooks.remove()
 
     def check(self) -> None:
-        """Stop watching. Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly.
-
-        Raises: RuntimeError that names lists none of whose blocks was called.
-        """
+        """Stop watching. Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly. Raises:
+        RuntimeError that names lists none of whose blocks was called."""
         self.stop()
         lists = Counter[str]()
         for name, calls in self._calls.items():

@@ -34,10 +34,8 @@ def available_devices() -> list[torch.device]:
 
 
 def find_devices(names: Sequence[str]) -> list[torch.device]:
-    """The devices a user named, in that order; () stands for every accelerator, or the CPU where there is none.
-
-    Raises: ValueError for a name that is no device, does not exist here or is given twice; it lists what exists.
-    """
+    """The devices a user named, in that order; () stands for every accelerator, or the CPU where there is none. Raises:
+    ValueError for a name that is no device, does not exist here or is given twice; it lists what exists."""
     if not names:
         return available_devices() or [CPU]
     devices = [find_device(name) for name in names]
@@ -48,9 +46,7 @@ def find_devices(names: Sequence[str]) -> list[torch.device]:
 
 def find_device(name: str) -> torch.device:
     """One device by name; "cuda" alone means its first. "1", and "gpu:1" of ComfyUI's own nodes, mean the second GPU.
-
-    Raises: ValueError as find_devices.
-    """
+    Raises: ValueError as find_devices."""
     found, existing = _ORDINAL.fullmatch(name.strip()), ", ".join(map(str, (CPU, *available_devices())))
     try:
         if found is None:
@@ -207,10 +203,7 @@ def random_states(devices: Iterable[torch.device]) -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Put back what random_states returned.
-
-    Raises: ValueError for the state of a device that does not exist here.
-    """
+    """Put back what random_states returned. Raises: ValueError for the state of a device that does not exist here."""
     for name, state in states.items():
         set_random_state(find_device(name), state)
 

@@ -20,7 +20,7 @@ from ..config.model import Strategy, shares_rows
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
-from .block_lists import placed_blocks
+from .block_lists import block_fqns, placed_blocks
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Placement:
     row_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.blocks) != len(self.devices):
-            raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
+        assert len(self.blocks) == len(self.devices), "one device per block"
         if self.row_shares and (
             len(self.row_shares) != len(self.replicas)
             or not all(isinstance(each, int | float) and 0 < each < math.inf for each in self.row_shares)
@@ -84,7 +83,7 @@ class Placement:
         return tuple(dict.fromkeys((self.main_device, *self.devices, *self.replicas)))
 
     def on(self, device: torch.device) -> Placement:
-        """All of the model on one device: one replica's."""
+        """One replica's."""
         return Placement(self.blocks, (device,) * len(self.blocks), device)
 
     def num_blocks_on(self, device: torch.device) -> int:
@@ -152,23 +151,10 @@ def check_offloaded_blocks(offloaded_blocks: Sequence[int], kept_blocks: Sequenc
 
 
 def block_names(model: nn.Module, family: ModelFamily) -> tuple[str, ...]:
-    """fqns of all blocks in execution order.
-
-    Raises: ValueError if the model lacks one of the family's block lists.
-    """
+    """fqns of all blocks in execution order. Raises: ValueError if the model lacks one of the family's block lists."""
     if family.native is not None:
         return placed_blocks(model, family.native)
-    names: list[str] = []
-    for block_list in family.block_lists:
-        container = getattr(model, block_list.name, None)
-        if not isinstance(container, nn.ModuleList):
-            lists = [name for name, child in model.named_children() if isinstance(child, nn.ModuleList)]
-            raise ValueError(
-                f"{family.title} has its blocks in {block_list.name!r}; this {type(model).__name__} has the module "
-                f"lists {', '.join(lists) or 'none'}"
-            )
-        names += [f"{block_list.name}.{index}" for index in range(len(container))]
-    return tuple(names)
+    return block_fqns(model, [each.name for each in family.block_lists])
 
 
 def plan_placement(
@@ -195,10 +181,7 @@ def plan_placement(
     Raises: ValueError if no cut fits the budgets; it names need and limit in GB.
     """
     sizes = [int(cost) for cost in block_cost] if block_bytes is None else list(block_bytes)
-    if not devices:
-        raise ValueError("a placement needs at least one device; none was given")
-    if not blocks or len(blocks) != len(block_cost) or len(blocks) != len(sizes):
-        raise ValueError(f"{len(blocks)} blocks, {len(block_cost)} costs and {len(sizes)} sizes; give one of each")
+    assert devices and blocks and len(blocks) == len(block_cost) == len(sizes), "a cost and a size for each block"
     used = list(devices[: len(blocks)])
     limits = [(budget_bytes or {}).get(device) for device in used]
     shares = [float(value or 1) for value in capacity[: len(used)]] or [1.0] * len(used)
@@ -224,30 +207,20 @@ def _best_cuts(
     main_bytes: int,
     capacity: list[float],
 ) -> list[tuple[int, int]] | None:
-    """Runs [start, end) per device with the smallest maximum cost that fit the limits; None if there are none.
-
-    Dynamic programme over (devices used, blocks placed): num_devices * num_blocks² steps. Of cuts with the same maximum
-    the later one wins: the main device holds activations of front and tail, too, and is not given more than it must.
-    """
+    """Runs [start, end) per device with the smallest maximum cost that fit the limits; None if there are none. By
+    (devices used, blocks placed). Of cuts with the same maximum the later one wins: the main device holds activations
+    of front and tail, too, and is not given more than it must."""
     num_blocks = len(cost)
     cost_before, bytes_before = list(accumulate(cost, initial=0.0)), list(accumulate(sizes, initial=0))
-
-    def load(stage: int, start: int, end: int) -> float | None:
-        size = bytes_before[end] - bytes_before[start] + (main_bytes if stage == 0 else 0)
-        limit = limits[stage]
-        if limit is not None and size > limit:
-            return None
-        return (cost_before[end] - cost_before[start] + (main_cost if stage == 0 else 0.0)) / capacity[stage]
-
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # per stage: blocks placed -> (max cost, start)
-    for stage in range(len(limits)):
+    for stage, limit in enumerate(limits):
         options: dict[int, tuple[float, int]] = {}
+        own_cost, own_bytes = (main_cost, main_bytes) if stage == 0 else (0.0, 0)
         for start, (so_far, _) in best[-1].items():
             for end in range(start + 1, num_blocks - (len(limits) - 1 - stage) + 1):
-                here = load(stage, start, end)
-                if here is None:
-                    continue
-                worst = max(so_far, here)
+                if limit is not None and bytes_before[end] - bytes_before[start] + own_bytes > limit:
+                    break
+                worst = max(so_far, (cost_before[end] - cost_before[start] + own_cost) / capacity[stage])
                 if end not in options or worst < options[end][0]:
                     options[end] = (worst, start)
         best.append(options)
@@ -268,10 +241,7 @@ def plan_replicas(
     budget_bytes: Mapping[torch.device, int | None],
     strategy: Strategy = "data",
 ) -> Placement:
-    """A copy of the whole model on every device; num_bytes are its weights.
-
-    Raises: ValueError naming the first device that may not hold them.
-    """
+    """A copy of the whole model on every device. Raises: ValueError naming the first that may not hold num_bytes."""
     for device in devices:
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
@@ -284,10 +254,8 @@ def plan_replicas(
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:
-    """Cut where the user says: split_at[i] is the first block of devices[i + 1].
-
-    Raises: ValueError if a cut is out of range or out of order; it says what would work.
-    """
+    """Cut where the user says: split_at[i] is the first block of devices[i + 1]. Raises: ValueError if a cut is out of
+    range or out of order; it says what would work."""
     if len(split_at) != len(devices) - 1:
         raise ValueError(
             f"split_at {list(split_at)} has {len(split_at)} cuts for {', '.join(map(str, devices))}; it needs one cut "
@@ -311,10 +279,7 @@ def _cut(blocks: Sequence[str], devices: Sequence[torch.device], cuts: Iterable[
 def check_budgets(
     placement: Placement, block_bytes: Sequence[int], main_bytes: int, budget_bytes: Mapping[torch.device, int | None]
 ) -> None:
-    """Whether a placement made by hand fits.
-
-    Raises: ValueError naming the first device that would be overfull, its load and its limit in GB.
-    """
+    """Raises: ValueError naming the first device that a placement made by hand would overfill, in GB."""
     for device in placement.used_devices:
         load = sum(size for size, place in zip(block_bytes, placement.devices, strict=True) if place == device)
         load += main_bytes if device == placement.main_device else 0
@@ -328,10 +293,8 @@ def check_budgets(
 
 def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tuple[int, ...]:
     """Which of a device's blocks stream from host memory: spread evenly over those that do not keep their activations,
-    as the last num_kept do. While the blocks between two of them compute, the next one is copied.
-
-    Returns: indices within the device's blocks, rising. [num_offloaded]
-    """
+    as the last num_kept do. While the blocks between two of them compute, the next one is copied. Returns: indices
+    within the device's blocks, rising. [num_offloaded]"""
     candidates = num_blocks - num_kept
     assert 0 <= num_offloaded <= candidates, "check_offloaded_blocks refuses others"
     return tuple((2 * index + 1) * candidates // (2 * num_offloaded) for index in range(num_offloaded))
@@ -340,10 +303,7 @@ def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tupl
 def place_offloaded(
     placement: Placement, kept_blocks: Sequence[int], offloaded_blocks: Sequence[int]
 ) -> dict[str, torch.device]:
-    """The blocks that stream from host memory, with their devices, in execution order.
-
-    Raises: ValueError for another number of devices, or a device with fewer blocks than that.
-    """
+    """The blocks that stream from host memory, with their devices, in execution order."""
     places: dict[str, torch.device] = {}
     devices = placement.used_devices
     for kept, count, device in zip(kept_blocks or (0,) * len(devices), offloaded_blocks, devices, strict=True):
@@ -365,15 +325,8 @@ def _numel(module: nn.Module) -> int:
 def estimate_block_flops(
     model: nn.Module, family: ModelFamily, num_image_tokens: int, num_text_tokens: int
 ) -> list[float]:
-    """Floating-point operations of one forward of each block, in execution order, batch 1. Works on meta tensors.
-
-    Linears and convolutions cost 2 * weights * tokens they see; attention over all tokens is counted alike for every
-    block (4 S² D), which is exact for joint attention and only shifts all blocks equally elsewhere.
-    """
-    return [
-        block_flops(block, block_list, num_image_tokens, num_text_tokens)
-        for block, block_list in blocks_with_lists(model, family)
-    ]
+    """Floating-point operations of one forward of each block, in execution order, batch 1. Works on meta tensors."""
+    return [block_flops(*each, num_image_tokens, num_text_tokens) for each in blocks_with_lists(model, family)]
 
 
 def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Module, BlockList]]:
@@ -385,12 +338,12 @@ def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Mo
 
 
 def native_list(layout: NativeModel) -> BlockList:
-    """What the linears of a block of one of ComfyUI's own models run over."""
     return BlockList("", layout.text_modules, layout.is_joint, layout.sample_modules, layout.routed_modules)
 
 
 def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
-    """Of one block's forward, as estimate_block_flops."""
+    """Of one block's forward: 2 * weights * tokens for linears and convolutions, 4 S² D for attention over all tokens,
+    which is exact for joint attention and shifts all blocks equally elsewhere."""
     layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
     return 4.0 * (num_image_tokens + num_text_tokens) ** 2 * attention_width(block, block_list) + sum(layers.values())
 

@@ -59,9 +59,7 @@ class Runner(Protocol):
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """Forward and backward of every microbatch, gradients added to the first copy's; the losses in order, detached.
-
-        Raises: the first exception of a microbatch. The step is lost then: drop the gradients.
-        """
+        Raises: the first exception of a microbatch. The step is lost then: drop the gradients."""
 
     def sync(self) -> None:
         """To be called whenever the first copy's trained values have changed."""

@@ -32,10 +32,8 @@ def is_everywhere(tensor: torch.Tensor) -> bool:
 
 
 class SideStreams:
-    """A pair of streams for the copies from each card to each other one.
-
-    To be kept from run to run: memory that was freed on a stream is only handed out again on the same stream.
-    """
+    """A pair of streams for the copies from each card to each other one. To be kept from run to run: memory that was
+    freed on a stream is only handed out again on the same stream."""
 
     def __init__(self) -> None:
         self.pairs: dict[Pair, tuple[Any, Any]] = {}
@@ -44,10 +42,8 @@ class SideStreams:
         self.held: list[torch.Tensor] | None = None
 
     def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
-        """A copy on device, which its current stream must not use before settle(arrivals).
-
-        Devices without streams, and copies from or to the host, take the ordinary way.
-        """
+        """A copy on device, which its current stream must not use before settle(arrivals). Devices without streams, and
+        copies from or to the host, take the ordinary way."""
         return self.copies((tensor,), device, arrivals)[0]
 
     def copies(self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals) -> list[torch.Tensor]:
@@ -83,10 +79,8 @@ class SideStreams:
 
 
 class CurrentStreams:
-    """Two cards' current streams while active, which gives those that were; for copies between these cards.
-
-    torch's own context, once for each stream, takes the host as long as the copy (docs/internals/experiments.md).
-    """
+    """Two cards' current streams while active, which gives those that were; for copies between these cards. torch's own
+    context, once for each stream, takes the host as long as the copy (docs/internals/experiments.md)."""
 
     def __init__(self, module: Any, *streams: Any) -> None:
         self._module, self._streams = module, streams

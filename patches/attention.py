@@ -18,10 +18,8 @@ _lock, _before = threading.Lock(), list[bool]()  # what torch had when each of t
 
 @contextlib.contextmanager
 def sound_attention() -> Iterator[None]:
-    """Inside, torch does without cuDNN's attention in all threads; when the last one has left it is as before.
-
-    Forwards and backwards must run inside. Inference needs nothing of it.
-    """
+    """Inside, torch does without cuDNN's attention in all threads; when the last one has left it is as before. Forwards
+    and backwards must run inside. Inference needs nothing of it."""
     with _lock:
         _before.append(torch.backends.cuda.cudnn_sdp_enabled() if not _before else _before[0])
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -55,10 +55,8 @@ def replaced_methods(value: object) -> list[str]:
 
 
 def foreign_methods(kinds: Iterable[type]) -> Iterator[str]:
-    """Functions that other code put into classes, for all of their objects, in words for the user.
-
-    Of torch's own classes calls alone count: libraries such as transformers give them further methods.
-    """
+    """Functions that other code put into classes, for all of their objects, in words for the user. Of torch's own
+    classes calls alone count: libraries such as transformers give them further methods."""
     for kind in kinds:
         home = kind.__module__.partition(".")[0] + "."
         for name, value in vars(kind).items():

@@ -304,11 +304,9 @@ def _operation(node: Node) -> Any:
 
 
 def _renew_all(graph: Graph, kept: set[int]) -> set[int]:
-    """Have assignments make new tensors, in place, but not those to rows of storages in `kept`.
-
-    Returns: a storage that has to be in `kept`, too, if there is one: a later write would reach the renewed rows, or
-    the new tensor of all rows, alone.
-    """
+    """Have assignments make new tensors, in place, but not those to rows of storages in `kept`. Returns: a storage that
+    has to be in `kept`, too, if there is one: a later write would reach the renewed rows, or the new tensor of all
+    rows, alone."""
     apart: set[int] = set()
     for node in list(graph.nodes):
         storage, new = _renew(node, kept)

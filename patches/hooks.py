@@ -63,11 +63,9 @@ class HookSet:
         self._handles.append(handle)
 
     def around(self, module: nn.Module, hook: AroundHook) -> None:
-        """Call hook in the place of the module, whose own call has all other hooks; one hook per module.
-
-        The module is of a subclass meanwhile, as Python looks `__call__` up in the class. It costs a tenth of what
-        torch takes to run a hook before and one behind the module.
-        """
+        """Call hook in the place of the module, whose own call has all other hooks; one hook per module. The module is
+        of a subclass meanwhile, as Python looks `__call__` up in the class. It costs a tenth of what torch takes to run
+        a hook before and one behind the module."""
         assert _AROUND not in module.__dict__, "one at a time"
         module.__dict__[_AROUND] = hook
         module.__class__ = surrounded(type(module))  # type: ignore[arg-type]
@@ -189,10 +187,8 @@ def tensors_reached(value: Any, passed_by: Collection[Any] = frozenset()) -> lis
 def _map_closure(
     function: types.FunctionType, change: Callable[[Tensor], Tensor], passed_by: Collection[Any]
 ) -> types.FunctionType:
-    """The function around changed tensors; itself if it holds none. What it holds in dicts and functions stays.
-
-    One that sets a variable of its maker (`nonlocal`) is left alone: around cells of its own nobody else would see it.
-    """
+    """The function around changed tensors; itself if it holds none. What it holds in dicts and functions stays. One
+    that sets a variable of its maker (`nonlocal`) is left alone: around cells of its own nobody else would see it."""
     if _sets_free_variables(function.__code__):
         return function
     cells, is_new = list(function.__closure__ or ()), False

@@ -49,10 +49,8 @@ from .lora import TRAINABLE_DTYPES
 
 
 def apply_fused_lora(model: nn.Module) -> list[nn.Module]:
-    """Let PEFT's LoRA layers around plain linears and FrozenLinear8 compute as above, in place; returns them.
-
-    No-op for layers whose base is another, that have a variant (DoRA) or dropout.
-    """
+    """Let PEFT's LoRA layers around plain linears and FrozenLinear8 compute as above, in place; returns them. No-op for
+    layers whose base is another, that have a variant (DoRA) or dropout."""
     from peft.tuners.lora import Linear as LoraLinear
 
     layers = [m for m in model.modules() if type(m) is LoraLinear and _is_known_base(m.base_layer)]
@@ -156,10 +154,8 @@ def _oft_class() -> type:
 
 @cache
 def _fused_class(peft_class: type, compute: Callable[[Any, Tensor], Tensor | None]) -> type:
-    """A subclass rather than an attribute of each layer, so that a copied model calls its own layers.
-
-    compute: (layer, x) -> output; None if PEFT must compute.
-    """
+    """A subclass rather than an attribute of each layer, so that a copied model calls its own layers. compute: (layer,
+    x) -> output; None if PEFT must compute."""
 
     class Fused(peft_class):  # type: ignore[valid-type,misc]
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

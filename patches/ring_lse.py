@@ -35,11 +35,8 @@ _replaced: dict[type, tuple[Any, Any]] = {}
 
 def apply_ring_lse_fix() -> str:
     """Make diffusers' ring attention give its LSE the right rank, for the whole process; returns what was done and why.
-
-    A second call changes nothing. A forward that has started keeps the functions it started with.
-
-    Raises: RuntimeError if diffusers is not installed, or has no ring attention that this file knows.
-    """
+    A second call changes nothing. A forward that has started keeps the functions it started with. Raises: RuntimeError
+    if diffusers is not installed, or has no ring attention that this file knows."""
     try:
         dispatch = importlib.import_module("diffusers.models.attention_dispatch")
     except ModuleNotFoundError as error:
@@ -63,10 +60,8 @@ def apply_ring_lse_fix() -> str:
 
 
 def remove_ring_lse_fix() -> bool:
-    """Leave diffusers as it was found; whether there was a fix to remove.
-
-    Raises: RuntimeError if someone else has patched the same place since; nothing is changed then.
-    """
+    """Leave diffusers as it was found; whether there was a fix to remove. Raises: RuntimeError if someone else has
+    patched the same place since; nothing is changed then."""
     covered = [owner for owner, (ours, _) in _replaced.items() if vars(owner).get("apply") is not ours]
     if covered:
         raise RuntimeError(

@@ -76,10 +76,8 @@ class BlockSplit:
         self.stop_offload()
 
     def checkpoint(self, block: nn.Module | BlockCall, *args: Any) -> Any:
-        """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing.
-
-        The block is one of the placement's, args are its positional arguments on any device.
-        """
+        """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing. The block is one
+        of the placement's, args are its positional arguments on any device."""
         module = module_of(block)
         device = self.bridge.blocks[module]
         moved = self.bridge.bring(args, device) if self._hooks else args
@@ -142,11 +140,8 @@ class BlockSplit:
 
 def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
     """Hook a model whose blocks are where the placement says, the rest on the main device: one forward runs over all.
-
-    Its output is on the placement's tail device. Several threads may call it at once.
-
-    Raises: ValueError if the placement names other blocks than the model has.
-    """
+    Its output is on the placement's tail device. Several threads may call it at once. Raises: ValueError if the
+    placement names other blocks than the model has."""
     expected = block_names(model, family)
     if placement.blocks != expected:
         raise ValueError(

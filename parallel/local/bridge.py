@@ -132,10 +132,8 @@ class Bridge:
         self._hooks.remove()
 
     def begin(self) -> None:
-        """Start one forward of this thread, with nothing remembered.
-
-        Raises: RuntimeError if this thread is inside a forward.
-        """
+        """Start one forward of this thread, with nothing remembered. Raises: RuntimeError if this thread is inside a
+        forward."""
         if self.is_running:
             raise RuntimeError(
                 "a forward of this thread is running already; end it first, or run the second one in another thread"
@@ -162,10 +160,8 @@ class Bridge:
 
     @contextmanager
     def interleaved(self, traffic: Traffic) -> Iterator[None]:
-        """Let several threads have a forward each inside, which go on as traffic says.
-
-        Raises: RuntimeError if a run is interleaved on this bridge already.
-        """
+        """Let several threads have a forward each inside, which go on as traffic says. Raises: RuntimeError if a run is
+        interleaved on this bridge already."""
         if not self._interleaving.acquire(blocking=False):
             raise RuntimeError("this model runs interleaved forwards already; wait for them, runs do not nest")
         try:
@@ -263,10 +259,8 @@ class Bridge:
         return torch.compiler.disable(leave)
 
     def _write_back(self, module: nn.Module, output: Any, goes_to: torch.device | None) -> Any:
-        """Write what the block wrote into copies of its arguments into what they are copies of.
-
-        Returns: the block's output; where it is such a copy, the original instead, which others may read.
-        """
+        """Write what the block wrote into copies of its arguments into what they are copies of. Returns: the block's
+        output; where it is such a copy, the original instead, which others may read."""
         calls = self._local.calls
         if not any(call.module is module for call in calls):
             return output  # entered before the forward began

@@ -96,10 +96,8 @@ class Collective:
         self._errors: dict[str, BaseException] = {}  # "first": setdefault keeps one of two that come at the same time
 
     def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, by rank, on this rank's device; other ranks may give other shapes.
-
-        Raises: RuntimeError if the ranks are in different collectives (name); the error that `abort` was given.
-        """
+        """The tensors of all ranks, by rank, on this rank's device; other ranks may give other shapes. Raises:
+        RuntimeError if the ranks are in different collectives (name); the error that `abort` was given."""
         self.post(rank, name, (tensor,))
         return [found[0] for found in self.take(rank, name, (tensor,))]
 
@@ -127,17 +125,13 @@ class Collective:
         return Collective(self.size, self._send, self.exchange)
 
     def take(self, rank: int, name: str, own: Tensors) -> list[Tensors]:
-        """What all ranks posted first that this one has not taken yet, by rank, with its own as they are.
-
-        Raises: as all_gather.
-        """
+        """What all ranks posted first that this one has not taken yet, by rank, with its own as they are. Raises: as
+        all_gather."""
         return [own if each == rank else self.receive(each, rank, name) for each in range(self.size)]
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, of one shape, in the order of ranks: the same bits on all, in every run.
-
-        In 8 bits the decoded parts are added in float32. Raises: as all_gather.
-        """
+        In 8 bits the decoded parts are added in float32. Raises: as all_gather."""
         is_short = self.exchange == "8-bit" and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
         if not (is_short and tensor.is_floating_point()):
             return _sum(self.all_gather(rank, name, tensor))
@@ -151,9 +145,7 @@ class Collective:
 
     def reduce_scatter(self, rank: int, name: str, parts: Tensors) -> torch.Tensor:
         """The sum of what all ranks have for this one, in the order of ranks. parts: what this rank has for each.
-
-        Raises: as all_gather.
-        """
+        Raises: as all_gather."""
         for to, part in enumerate(parts):
             if to != rank:
                 self.post(rank, name, (part,), to)

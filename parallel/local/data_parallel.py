@@ -36,11 +36,9 @@ class Replica:
 
 
 class DataParallel:
-    """Trains copies of a model on several devices; the first has the optimizer, and is what the outside knows.
-
-    Raises: ValueError for two on one device, one on the CPU (whose random numbers all threads share), or copies that
-        differ in what is trained.
-    """
+    """Trains copies of a model on several devices; the first has the optimizer, and is what the outside knows. Raises:
+    ValueError for two on one device, one on the CPU (whose random numbers all threads share), or copies that differ in
+    what is trained."""
 
     in_lockstep = False
 
@@ -75,10 +73,8 @@ class DataParallel:
         return replica.model, replica.device
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """See Runner; the losses are each on its replica's device.
-
-        Raises: RuntimeError inside another run, without autograd.
-        """
+        """See Runner; the losses are each on its replica's device. Raises: RuntimeError inside another run, without
+        autograd."""
         if not torch.is_grad_enabled():
             raise RuntimeError("replicas are for training; call a model itself for a forward without gradients")
         if not self._running.acquire(blocking=False):

@@ -64,9 +64,7 @@ class GraphRecorder:
 
     def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
         """What replays all that the ranks' work launches, behind the work on the cards' current streams; see Recorder.
-
-        Raises: an error of a rank, and RuntimeError for launches that cannot be recorded.
-        """
+        Raises: an error of a rank, and RuntimeError for launches that cannot be recorded."""
         with _ONE_AT_A_TIME:
             if not self._is_used:
                 torch.cuda.empty_cache()  # a recording cannot take what is cached elsewhere

@@ -63,21 +63,16 @@ class Recorder(Protocol):
 
 @dataclass(eq=False)
 class _Card:
-    """What one card reads and writes in a graph.
-
-    Args: inputs: where it reads. written: numbers of those that it writes to. outputs: each is the number of the input
-    that it is, or where it lies.
-    """
+    """What one card reads and writes in a graph. Args: inputs: where it reads. written: numbers of those that it writes
+    to. outputs: each is the number of the input that it is, or where it lies."""
 
     inputs: list[torch.Tensor]
     written: list[int] = field(default_factory=list)
     outputs: list[int | torch.Tensor] = field(default_factory=list)
 
     def compute(self, part: Callable[..., Any], call: Call) -> None:
-        """Compute on the inputs, and bring the outputs to where they are to lie.
-
-        Raises: RuntimeError if that is where something else lies that the block wrote, or has another shape.
-        """
+        """Compute on the inputs, and bring the outputs to where they are to lie. Raises: RuntimeError if that is where
+        something else lies that the block wrote, or has another shape."""
         versions = [tensor._version for tensor in self.inputs]
         found = tensors_reached(part(*call[0], **call[1]))
         self.written = [index for index, each in enumerate(self.inputs) if each._version != versions[index]]
@@ -268,9 +263,7 @@ class Graphs:
         expected: Sequence[Any],
     ) -> None:
         """Args: given: the tensors in each call, which the block may have changed. expected: what each card returned.
-
-        Raises: RuntimeError if a replay would do something else, and whatever the block and the recorder raise.
-        """
+        Raises: RuntimeError if a replay would do something else, and whatever the block and the recorder raise."""
         wrote = [
             {index for index, pair in enumerate(zip(card.inputs, tensors, strict=True)) if not same_bits(*pair)}
             for card, tensors in zip(graph.cards, given, strict=True)
@@ -392,10 +385,8 @@ class Unlike(Exception):
 
 
 def key_of(value: Any) -> Any:
-    """What two values have in common if one can stand for the other, but for the numbers in tensors.
-
-    Raises: Unlike for what nobody can tell that of.
-    """
+    """What two values have in common if one can stand for the other, but for the numbers in tensors. Raises: Unlike for
+    what nobody can tell that of."""
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
             raise Unlike(f"it is given a {type(value).__name__}")
@@ -425,10 +416,8 @@ def _noting(name: str) -> Any:
 
 
 class WatchedOptions(dict[Any, Any]):
-    """Options that know which of them were read, also in their copies, and whether something was written.
-
-    Args: read: where to note it; a copy shares it. A block may write into a copy that it has made.
-    """
+    """Options that know which of them were read, also in their copies, and whether something was written. Args: read:
+    where to note it; a copy shares it. A block may write into a copy that it has made."""
 
     def __init__(self, values: Mapping[Any, Any], read: set[Any] | None = None) -> None:
         super().__init__(values)

@@ -43,9 +43,8 @@ class Interleave:
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
-
-        Raises: the first exception of a job, after all have ended; RuntimeError under autograd or inside another run.
-        """
+        Raises: the first exception of a job, after all have ended; RuntimeError under autograd or inside another
+        run."""
         if torch.is_grad_enabled():
             raise RuntimeError("interleaved forwards are for inference; run them under torch.inference_mode or no_grad")
         with self.bridge.interleaved(self):
@@ -71,10 +70,8 @@ class Interleave:
     # ---- what the bridge asks where a forward crosses
 
     def arrive(self, device: torch.device) -> None:
-        """Let the other jobs go on, hold device, and have its current stream wait for what was copied to it.
-
-        For a thread that is no job's this is a no-op. Raises: Stopped if the run is to end.
-        """
+        """Let the other jobs go on, hold device, and have its current stream wait for what was copied to it. For a
+        thread that is no job's this is a no-op. Raises: Stopped if the run is to end."""
         state, policy = self._local.state, self._local.policy
         if state is None or policy is None:
             return
@@ -126,10 +123,8 @@ class RoundRobin:
             pass
 
     def pass_on(self, state: _JobState, device: torch.device) -> None:
-        """Let go of another device, hand the token on, and return with it and with device held.
-
-        Raises: Stopped, with the token, if the run is to end.
-        """
+        """Let go of another device, hand the token on, and return with it and with device held. Raises: Stopped, with
+        the token, if the run is to end."""
         with self._run.when():
             if state.device != device:
                 self._queues[state.device].remove(state)
@@ -154,11 +149,9 @@ class RoundRobin:
 
 
 class Wholes:
-    """Runs as many jobs at once as there are devices, each with forwards of its own device's model.
-
-    The code around a forward runs on the main device, whose current stream all threads have in common. So no forward
-    begins before every device has its inputs (`meet`): the main device's own kernels would be ahead of them there.
-    """
+    """Runs as many jobs at once as there are devices, each with forwards of its own device's model. The code around a
+    forward runs on the main device, whose current stream all threads have in common. So no forward begins before every
+    device has its inputs (`meet`): the main device's own kernels would be ahead of them there."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices, self._pool, self._here = tuple(devices), ThreadPool(), _Job()
@@ -169,17 +162,13 @@ class Wholes:
         return self._here.rank
 
     def meet(self) -> None:
-        """Return when every rank is about to begin as many forwards as this one, or has done its job.
-
-        Raises: workers.Stopped if another rank's job has failed.
-        """
+        """Return when every rank is about to begin as many forwards as this one, or has done its job. Raises:
+        workers.Stopped if another rank's job has failed."""
         self._here.meet()
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """What the jobs return, by rank. Their threads take over this one's modes, current device and streams.
-
-        Raises: the first exception of a job. The others end at their next block whose hooks are a TokenParallel's.
-        """
+        """What the jobs return, by rank. Their threads take over this one's modes, current device and streams. Raises:
+        the first exception of a job. The others end at their next block whose hooks are a TokenParallel's."""
         run = Coordinator(self._pool, self._devices)
         begun, results, before = [0.0] * len(jobs), dict[int, T](), HERE.on_block
 

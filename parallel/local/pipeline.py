@@ -34,9 +34,7 @@ from .workers import Coordinator
 
 class Pipeline(OneModel):
     """Trains a bridged model with several microbatches in flight (`ahead`: schedule.py); one step at a time per bridge.
-
-    Raises: ValueError if the model's tail is not on the last device.
-    """
+    Raises: ValueError if the model's tail is not on the last device."""
 
     def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1, trace: Trace | None = None) -> None:
         super().__init__(model, bridge.main_device)
@@ -52,10 +50,8 @@ class Pipeline(OneModel):
         self._local = _Local()
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """See Runner.
-
-        Raises: RuntimeError inside another run, without autograd, and where devices do not follow each other.
-        """
+        """See Runner. Raises: RuntimeError inside another run, without autograd, and where devices do not follow each
+        other."""
         if not torch.is_grad_enabled():
             raise RuntimeError("a pipeline is for training; call the model itself for a forward without gradients")
         sizes = len(self._stage_of), len(microbatches), self.ahead
@@ -139,10 +135,8 @@ class Pipeline(OneModel):
         settle(flight.arrivals, device)  # another device is with another worker, which need not wait for ours
 
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy on device which its current stream must not use before the next arrive or settle.
-
-        Where tensor needs a gradient the graph ends here, and the copy begins another.
-        """
+        """A copy on device which its current stream must not use before the next arrive or settle. Where tensor needs a
+        gradient the graph ends here, and the copy begins another."""
         flight = self._local.flight
         if flight is None or flight.stage is None:
             return copy_to(tensor, device)

@@ -63,9 +63,7 @@ class StageOrder:
 
     def begin(self, stage: int, work: Work, is_alone: bool) -> None:
         """Wait until this work is next on the stage, and with is_alone until no stage works; none begins meanwhile.
-
-        Raises: Stopped if the run is to end.
-        """
+        Raises: Stopped if the run is to end."""
         with self._run.when(
             lambda: (
                 not (self._busy if is_alone else stage in self._busy or self._is_exclusive)
@@ -107,9 +105,6 @@ class Prefetch:
             del prepared
 
     def take(self, index: int) -> Any:
-        """What prepare returned, to be asked for once.
-
-        Raises: Stopped if the run is to end.
-        """
+        """What prepare returned, to be asked for once. Raises: Stopped if the run is to end."""
         with self._run.when(lambda: index in self._prepared):
             return self._prepared.pop(index)

@@ -79,10 +79,8 @@ def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | N
 
 
 def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> Shares:
-    """How this block's heads are shared out in proportion to the devices' weights.
-
-    Raises: ValueError if there are too few heads, or the block is built otherwise than the plan says.
-    """
+    """How this block's heads are shared out in proportion to the devices' weights. Raises: ValueError if there are too
+    few heads, or the block is built otherwise than the plan says."""
     num_heads = _number(block, plan.num_heads)
     num_kv_heads = _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0  # 0 for as many
     width = _number(block, plan.width) if plan.width else num_heads * _number(block, plan.head_dim)
@@ -92,10 +90,8 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> S
 def divide_block(
     block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, cut: Cut = lambda w, s: s.of(w)
 ) -> BlockShard:
-    """Turn a whole block into what one device computes of it, in place.
-
-    Raises: ValueError if a linear does not consist of the parts that the plan says.
-    """
+    """Turn a whole block into what one device computes of it, in place. Raises: ValueError if a linear does not consist
+    of the parts that the plan says."""
     shard = BlockShard(block)
     parts = _parts(block, plan, shares)
     lengths: dict[str, int] = {}
@@ -266,11 +262,9 @@ class Slice:
 
 
 class JoinedSlices(torch.Tensor):
-    """Slices of one tensor as if joined along a dimension; they are joined when they are copied, not before.
-
-    So a slice of a packed weight stays in the mapped file until a device takes it. What only asks, copies or makes room
-    joins nothing in host memory; everything else works on a joined copy.
-    """
+    """Slices of one tensor as if joined along a dimension; they are joined when they are copied, not before. So a slice
+    of a packed weight stays in the mapped file until a device takes it. What only asks, copies or makes room joins
+    nothing in host memory; everything else works on a joined copy."""
 
     pieces: Sequence[torch.Tensor]
     along: int

@@ -58,10 +58,8 @@ class ForwardWorkers:
             raise
 
     def run(self, block: nn.Module, work: Sequence[Work]) -> list[Any]:
-        """What every rank's work returns, each computed in its rank's thread, by rank.
-
-        Raises: the first error of a rank, which ends the others' collectives; the workers are of no further use then.
-        """
+        """What every rank's work returns, each computed in its rank's thread, by rank. Raises: the first error of a
+        rank, which ends the others' collectives; the workers are of no further use then."""
         self.current = block
         for queue, each in zip(self._work[1:], work[1:], strict=True):
             queue.put(each)
@@ -184,10 +182,8 @@ class TensorParallel(Bridge):
         return self._run.collective
 
     def begin(self) -> None:
-        """Start one forward of this thread, with nothing remembered.
-
-        Raises: RuntimeError if any thread is inside a forward: the devices meet in one at a time.
-        """
+        """Start one forward of this thread, with nothing remembered. Raises: RuntimeError if any thread is inside a
+        forward: the devices meet in one at a time."""
         with self._beginning:
             other = self._runs_in
             if other is not None and other is not threading.current_thread() and other.is_alive():

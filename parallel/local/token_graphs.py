@@ -41,10 +41,8 @@ class Rank(Protocol):
 
 
 def computed(rank: Rank, block: nn.Module, part: Callable[..., Any], name: str, call: Call) -> Any:
-    """What this rank's part of a block returns, replayed or computed.
-
-    Args: part: how the block is called. name: of the block, the same on all ranks.
-    """
+    """What this rank's part of a block returns, replayed or computed. Args: part: how the block is called. name: of the
+    block, the same on all ranks."""
     replays = rank.replays
     if replays is None:
         return part(*call[0], **call[1])
@@ -61,10 +59,8 @@ def computed(rank: Rank, block: nn.Module, part: Callable[..., Any], name: str, 
 
 
 def _led(rank: Rank, name: str, given: Any, compute: Callable[[Sequence[Any], Any], Sequence[Any]]) -> Any:
-    """This rank's output of what the first one computes of what all have given, with run: their threads for work.
-
-    All work that is begun at once has a Collective of its own, so that an error ends that and no more.
-    """
+    """This rank's output of what the first one computes of what all have given, with run: their threads for work. All
+    work that is begun at once has a Collective of its own, so that an error ends that and no more."""
     outer = rank.group
 
     def done(group: Collective, groups: int, work: Work) -> Any:

@@ -64,10 +64,8 @@ class TokenModel(nn.Module):
         self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False, size: Hashable = None
     ) -> T:
         """What call(copy, device) returns on the main device, computed by all; inside `together` on this device alone.
-
-        A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts.
-        Raises: RowsError where derived rows have another result than one device.
-        """
+        A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts. Raises:
+        RowsError where derived rows have another result than one device."""
         rank = self._local.rank
         if rank is None:
             return self.together(lambda: self.through(call, is_one_frame=is_one_frame, size=size))[0]
@@ -110,10 +108,8 @@ class TokenModel(nn.Module):
         return output if rank == 0 else map_tensors(output, CountedOnce.apply)
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What work() returns in a thread per device, in which this model is that device's copy.
-
-        Raises: the first exception of a thread, and the others end; RuntimeError inside another call.
-        """
+        """What work() returns in a thread per device, in which this model is that device's copy. Raises: the first
+        exception of a thread, and the others end; RuntimeError inside another call."""
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this model computes something already; wait for it, runs do not nest")
 

@@ -90,10 +90,8 @@ class Rows:
     # ---- shares
 
     def share(self, segment: str, rank: int | None = None) -> tuple[int, int]:
-        """The first row and the number of rows that a rank has of a segment; by default this one.
-
-        Raises: OneDeviceError for rows that are no whole groups of the plan's `aligned`.
-        """
+        """The first row and the number of rows that a rank has of a segment; by default this one. Raises:
+        OneDeviceError for rows that are no whole groups of the plan's `aligned`."""
         length = self.lengths[segment]
         if segment in self.plan.whole:
             return 0, length
@@ -147,11 +145,8 @@ class Rows:
         return value
 
     def cut(self, value: Any, place: Place, where: str) -> Any:
-        """This rank's rows of a tensor of all rows; what has one row, or was cut before, is left.
-
-        The result is a copy: blocks write into their arguments.
-        Raises: RowsError for another number of rows.
-        """
+        """This rank's rows of a tensor of all rows; what has one row, or was cut before, is left. The result is a copy:
+        blocks write into their arguments. Raises: RowsError for another number of rows."""
         axis, dim = place.axis, place.dim
         if not isinstance(value, torch.Tensor) or (length := value.shape[dim]) == 1:
             return value
@@ -263,10 +258,8 @@ class TokenParallel:
         self.on_keys: Callable[[str, torch.Tensor], None] | None = None  # called on the main device with gathered keys
 
     def attach(self) -> None:
-        """Hook the modules; a second call is a no-op.
-
-        Raises: AttributeError for a module that a model lacks; nothing is hooked then.
-        """
+        """Hook the modules; a second call is a no-op. Raises: AttributeError for a module that a model lacks; nothing
+        is hooked then."""
         if self._hooks:
             return
         try:

@@ -102,10 +102,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def when(self, is_ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Begin when is_ready(). Inside, no other worker is inside.
-
-        Raises: Stopped if the run is to end.
-        """
+        """Begin when is_ready(). Inside, no other worker is inside. Raises: Stopped if the run is to end."""
         with self.changing():
             self.wait(lambda: self.is_stopping or is_ready())
             yield
@@ -118,10 +115,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Inside when: let others be inside until is_ready().
-
-        Raises: Stopped then, if the run is to end.
-        """
+        """Inside when: let others be inside until is_ready(). Raises: Stopped then, if the run is to end."""
         if not is_ready():
             self._changed.notify_all()
             self._changed.wait_for(is_ready)
@@ -237,10 +231,8 @@ class Task:
 
 
 class _Idle:
-    """The threads of a pool that have nothing to do, the last one to have become idle at the end.
-
-    Without locks: the collector may dismiss them in the middle of anything that Python does.
-    """
+    """The threads of a pool that have nothing to do, the last one to have become idle at the end. Without locks: the
+    collector may dismiss them in the middle of anything that Python does."""
 
     def __init__(self) -> None:
         self._queues: deque[Tasks] = deque()

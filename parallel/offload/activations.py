@@ -91,10 +91,8 @@ class Handle:
         self._before: weakref.ref[Handle] | None = None
 
     def fetch(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All tensors in order, ready for the computing stream; those of the block before start their way back.
-
-        Raises: RuntimeError for the second time, and if one was changed in place since keep.
-        """
+        """All tensors in order, ready for the computing stream; those of the block before start their way back. Raises:
+        RuntimeError for the second time, and if one was changed in place since keep."""
         if self.is_over:
             raise RuntimeError(
                 "this block's inputs came back from host memory for a backward that is over; run every backward once, "
@@ -151,10 +149,8 @@ class Handle:
             each.arrive(tensor)
 
     def _let_go(self) -> None:
-        """Give everything away; the computing stream waits for copies from and to the card's memory.
-
-        autograd runs a backward on the stream of its forward, so that is the stream which goes on with the tensors.
-        """
+        """Give everything away; the computing stream waits for copies from and to the card's memory. autograd runs a
+        backward on the stream of its forward, so that is the stream which goes on with the tensors."""
         inputs, self._inputs = self._inputs, _OVER
         for each in inputs:
             if each is not None and each.host is not None:
@@ -171,10 +167,8 @@ _OVER: list[_Input | None] = []
 
 
 class _Input:
-    """One tensor of a handle.
-
-    card: the tensor where it is on its card. host: the buffer that has a copy, or gets one.
-    """
+    """One tensor of a handle. card: the tensor where it is on its card. host: the buffer that has a copy, or gets
+    one."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.host: PinnedBuffer | None = None

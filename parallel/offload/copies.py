@@ -82,10 +82,8 @@ class Piece:
 
 
 def lay_out(tensors: Iterable[tuple[torch.Size, torch.dtype]], end: int = 0) -> tuple[list[Piece], int]:
-    """Where tensors of these shapes and types lie in a buffer that is taken up to `end`, and the new end in bytes.
-
-    Each begins as well aligned as a tensor that has its memory for itself.
-    """
+    """Where tensors of these shapes and types lie in a buffer that is taken up to `end`, and the new end in bytes. Each
+    begins as well aligned as a tensor that has its memory for itself."""
     pieces: list[Piece] = []
     for shape, dtype in tensors:
         pieces.append(Piece(-(-end // _ALIGNMENT) * _ALIGNMENT, shape, dtype))

@@ -34,11 +34,9 @@ _PLACE = torch.empty(0)  # stands where a tensor was
 def recompute(
     block: nn.Module | BlockCall, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
 ) -> Any:
-    """What block(*args) returns, its activations not kept; args are on the block's device, or in a store.
-
-    Raises: TypeError if the block returns something else than a tensor or a tuple of tensors; RuntimeError under
-        autocast, without which the second forward would compute in other types.
-    """
+    """What block(*args) returns, its activations not kept; args are on the block's device, or in a store. Raises:
+    TypeError if the block returns something else than a tensor or a tuple of tensors; RuntimeError under autocast,
+    without which the second forward would compute in other types."""
     if not torch.is_grad_enabled():
         return block(*args)
     if autocast_of(device.type) is not None:
@@ -117,9 +115,7 @@ class _Recomputed(torch.autograd.Function):
 
 class HandOut(torch.autograd.Function):
     """A scalar whose backward hands out these gradients of a block's outputs, so that these need not be held for it.
-
-    The list is empty afterwards.
-    """
+    The list is empty afterwards."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:

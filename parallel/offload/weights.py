@@ -120,10 +120,8 @@ class WeightOffload:
             self._on_host.add(id(on_host))
 
     def of_copy(self, model: nn.Module, device: torch.device) -> WeightOffload:
-        """The same blocks of a copy of the model on another device; the copy has the very tensors in host memory.
-
-        This one owns them: attach both, and remove the copy's first.
-        """
+        """The same blocks of a copy of the model on another device; the copy has the very tensors in host memory. This
+        one owns them: attach both, and remove the copy's first."""
         other = WeightOffload(dict.fromkeys(self.places, device))
         other._on_host, other._owns_host = self._on_host, False
         for name, block in self._blocks.items():

@@ -49,10 +49,7 @@ class AcrossRanks:
         self._inner.sync()
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """See Runner; the losses are of all ranks, on the CPU.
-
-        Raises: RankLost if another rank has ended or hangs.
-        """
+        """See Runner; the losses are of all ranks, on the CPU. Raises: RankLost if another rank has ended or hangs."""
         found = self.run_share(microbatches)
         self._ranks.wait()
         told = self._add_up(found, len(microbatches))

@@ -100,10 +100,8 @@ class Ranks:
 
     @contextmanager
     def doing(self, *, is_long: bool = False) -> Iterator[None]:
-        """Inside, this rank works alone, or in lockstep with others; see Watch.doing.
-
-        Raises: RankLost where another rank does not answer.
-        """
+        """Inside, this rank works alone, or in lockstep with others; see Watch.doing. Raises: RankLost where another
+        rank does not answer."""
         if self.watch is None:
             yield
             return
@@ -175,10 +173,8 @@ class Ranks:
         return bytes(content.numpy())
 
     def together(self, work: Callable[[], T]) -> T:
-        """What work returns, if it does so on every rank; all ranks.
-
-        Raises: what it raised here; RankFailed with what another rank's said.
-        """
+        """What work returns, if it does so on every rank; all ranks. Raises: what it raised here; RankFailed with what
+        another rank's said."""
         if self._control is None:
             return work()
         error: Exception | None = None
@@ -255,11 +251,8 @@ def _lost(error: RuntimeError) -> str:
 def joined(
     place: RankPlace, devices: Sequence[torch.device], timeout_s: float, own_stop: Callable[[], bool]
 ) -> Iterator[Ranks]:
-    """The ranks of a job while they are connected; all ranks.
-
-    On an error they are not disconnected: others may hang, and this process shall end.
-    Raises: Stopped if a rank was asked to stop before all had come.
-    """
+    """The ranks of a job while they are connected; all ranks. On an error they are not disconnected: others may hang,
+    and this process shall end. Raises: Stopped if a rank was asked to stop before all had come."""
     module: Any = device_module(devices[0])
     if module is not None and hasattr(module, "set_device"):
         module.set_device(devices[0])

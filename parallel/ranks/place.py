@@ -29,11 +29,9 @@ class RankPlace:
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """Where torchrun has put this process; None if nothing like it started it.
-
-    Raises: ValueError for numbers that are none or contradict each other, and for several machines that torchrun may
-        start anew: their ranks would not know of each other's starts.
-    """
+    """Where torchrun has put this process; None if nothing like it started it. Raises: ValueError for numbers that are
+    none or contradict each other, and for several machines that torchrun may start anew: their ranks would not know of
+    each other's starts."""
     if any(name not in environment for name in (*_NAMES, *_ALSO)):
         return None
     try:
@@ -55,9 +53,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
 
 def refuse_other_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """Where find_place has found nothing: warn of a part of what torchrun sets, as SLURM or a script for MPI does.
-
-    Raises: ValueError where it speaks of several processes, each of which would train the whole job.
-    """
+    Raises: ValueError where it speaks of several processes, each of which would train the whole job."""
     found = [f"{name}={environment[name]}" for name in _NAMES if name in environment]
     if not found:
         return
@@ -72,10 +68,8 @@ def refuse_other_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def own_devices(devices: Sequence[torch.device], place: RankPlace) -> tuple[torch.device, ...]:
-    """Those of a machine's devices that are this process's: equal runs, in order; the CPU is everybody's.
-
-    Raises: ValueError if they cannot be shared out evenly.
-    """
+    """Those of a machine's devices that are this process's: equal runs, in order; the CPU is everybody's. Raises:
+    ValueError if they cannot be shared out evenly."""
     if list(devices) == [CPU]:
         return (CPU,)
     each, left = divmod(len(devices), place.num_local)

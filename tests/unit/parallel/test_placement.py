@@ -140,5 +140,5 @@ def test_balance_by_bytes_and_by_time_cut_flux2_differently():
 
 
 def test_a_model_without_the_family_blocks_is_refused():
-    with pytest.raises(ValueError, match="has the module lists other"):
+    with pytest.raises(ValueError, match="this one has other"):
         block_names(torch.nn.ModuleDict({"other": torch.nn.ModuleList()}), FAMILIES["flux2"])
