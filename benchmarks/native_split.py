@@ -771,7 +771,7 @@ def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
 def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     """Tensor with copies through pinned host memory only, beside direct copies, one card and blocks; and the forecasts
     for each link."""
-    from devicebridge.parallel import exchange_speed, staged_copies
+    from devicebridge.parallel import staged_copies
     from devicebridge.planning import cards
 
     shape = replace(shape, **latent)
@@ -786,7 +786,7 @@ def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     report = compare(rivals, Work(shape, cfg=cfg), "one_gpu")
     pieces = {f"{size >> 20} MiB": staged_copies.StagedCopies(size) for size in (2**20, 2**22, 2**23, 2**25)}
     report["host_gb_per_s_by_piece"] = {
-        name: exchange_speed.exchange_speed(*CARDS[:2], copies) / 1e9 for name, copies in pieces.items()
+        name: staged_copies.exchange_speed(*CARDS[:2], copies) / 1e9 for name, copies in pieces.items()
     }
     return report | {"forecasts": {"direct": direct, "through the host": through_host}}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from devicebridge.parallel.devices import synchronize
-from devicebridge.parallel.exchange_speed import exchange_speed
+from devicebridge.parallel.staged_copies import exchange_speed
 from devicebridge.parallel.transfer import Arrivals, SideStreams
 
 LINKS = (0.0, 39.0, 20.0, 10.0)  # GB/s each way at once; 0 is the real one

@@ -108,16 +108,15 @@ def find_block_lists(model: nn.Module) -> tuple[str, ...]:
     """
     name, module, total = "", model, max(_num_bytes(model), 1)
     while True:
-        shares = {child: _num_bytes(part) / total for child, part in module.named_children()}
-        found: list[str] = []
+        shares, found = dict[str, float](), list[str]()
         for child, part in module.named_children():
+            shares[child] = _num_bytes(part) / total
             if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-                classes = Counter(type(entry) for entry in part._modules.values() if entry is not None)
-                are_alike = max(classes.values(), default=0) >= 2
+                are_alike = max(Counter(map(type, part.children())).values(), default=0) >= 2
                 if shares[child] > _MAIN_SHARE or (are_alike and shares[child] >= _MIN_SHARE):
-                    found.append(child)
+                    found.append(f"{name}{child}")
         if found:
-            return tuple(name + child for child in found)
+            return tuple(found)
         main = max(shares, key=lambda child: shares[child], default="")
         if not main or shares[main] <= _MAIN_SHARE:
             children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())

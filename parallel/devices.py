@@ -47,13 +47,11 @@ def find_devices(names: Sequence[str]) -> list[torch.device]:
 def find_device(name: str) -> torch.device:
     """One device by name; "cuda" alone means its first. "1", and "gpu:1" of ComfyUI's own nodes, mean the second GPU.
     Raises: ValueError as find_devices."""
-    found, existing = _ORDINAL.fullmatch(name.strip()), ", ".join(map(str, (CPU, *available_devices())))
+    found, accelerators = _ORDINAL.fullmatch(name.strip()), available_devices()
+    existing = ", ".join(map(str, (CPU, *accelerators)))
     try:
-        if found is None:
-            device = torch.device(name)
-        else:
-            kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            device = torch.device(f"{kind.type if kind else 'cuda'}:{found[1]}")
+        kind = accelerators[0].type if accelerators else "cuda"
+        device = torch.device(name if found is None else f"{kind}:{found[1]}")
     except RuntimeError as error:
         raise ValueError(f"{name!r} is no device name; found here: {existing}") from error
     if device.type == "cpu":
@@ -83,10 +81,11 @@ _WITHOUT_FP16 = ("1660", "1650", "1630", "T500", "T550", "T600", "MX550", "MX450
 def has_bf16(device: torch.device) -> bool:
     """Whether the device computes in bfloat16 itself; what torch emulates there is as slow as float32."""
     module: Any = device_module(device)
-    if device.type == "cuda" and torch.version.hip is not None:
-        return not any(arch in module.get_device_properties(device).gcnArchName for arch in _AMD_WITHOUT_BF16)
     if device.type == "cuda":
-        return int(module.get_device_properties(device).major) >= 8
+        properties = module.get_device_properties(device)
+        if torch.version.hip is not None:
+            return not any(arch in properties.gcnArchName for arch in _AMD_WITHOUT_BF16)
+        return int(properties.major) >= 8
     return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else True
 
 
@@ -122,10 +121,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 def total_bytes(device: torch.device) -> int | None:
     """Memory of the device in bytes; None where torch cannot tell."""
-    module = device_module(device)
-    if module is None or not hasattr(module, "mem_get_info"):
-        return None
-    return module.mem_get_info(device)[1]
+    module: Any = device_module(device)
+    return module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
 
 
 def _cgroup_bytes(folder: Path) -> int | None:
@@ -181,25 +178,21 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 
 def random_state(device: torch.device) -> torch.Tensor | None:
     """State of the device's default generator, as a uint8 tensor; None for tensors without memory."""
-    if device == CPU:
-        return torch.get_rng_state()
+    if device.type == "meta":
+        return None
     module = device_module(device)
-    return None if module is None else module.get_rng_state(device)
+    return torch.get_rng_state() if module is None else module.get_rng_state(device)
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
     """Put back what random_state returned."""
     module = device_module(device)
-    if module is None:
-        torch.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
+    torch.set_rng_state(state) if module is None else module.set_rng_state(state, device)
 
 
 def random_states(devices: Iterable[torch.device]) -> dict[str, torch.Tensor]:
     """random_state of the CPU and of every device named."""
-    states = ((str(device), random_state(device)) for device in (CPU, *devices))
-    return {name: state for name, state in states if state is not None}
+    return {str(each): state for each in (CPU, *devices) if (state := random_state(each)) is not None}
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:

@@ -35,7 +35,7 @@ from ..parallel.devices import (
     release_cached_memory,
     total_bytes,
 )
-from ..parallel.exchange_speed import exchange_speed, product_speed
+from ..parallel.staged_copies import exchange_speed, product_speed
 from ..quantization.kernel_choice import DeviceKernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, auto_schemes, refusal
 from ..system.files import user_cache_folder, write_atomically

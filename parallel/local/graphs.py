@@ -1,9 +1,8 @@
 """Work of several cards, such as a block that each computes a part of, replayed as one CUDA graph for all cards.
 
-The host launches every kernel of every card, and where kernels are short the cards wait for it. A call is recorded when
-it has come several times with inputs of the same shapes, and the cards waited: all their kernels and the copies between
-them. From then on what a card is given is copied to where the graph reads it, one launch replays the call, and its
-outputs are copied before anybody has them.
+Where kernels are short the cards wait for the host. A call is recorded when it has come several times with inputs of
+the same shapes, and the cards waited. From then on what a card is given is copied to where the graph reads it, one
+launch replays the call, and its outputs are copied before anybody has them.
 
 A graph reads and does what it did when it was recorded, so a mistake would be a silently wrong picture:
 
@@ -40,8 +39,7 @@ OPTIONS = "transformer_options"
 _MISSING = object()
 _MOST_SHAPES = 4  # of one block, whose graphs are kept
 # Recording takes as long as two forwards, and a replay spares half a forward at best: a call must have come this often
-# one after the other while the cards waited for the host. Where they do not wait, a replay's copies would only take
-# time.
+# one after the other while the cards waited for the host.
 RECORDED_AFTER = 4
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 Work = Callable[[], Any]
@@ -375,9 +373,6 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dt
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Where NaN is the same as NaN."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-# ---- what a call depends on beside the numbers in its tensors
 
 
 class Unlike(Exception):

@@ -1,11 +1,8 @@
 """How keys and values travel between ranks: by groups of heads, and in 8 bits where links are slow.
 
-All groups are sent at once, and arrive one after the other. A rank attends by one group of heads while the others are
-under way. Heads are computed one by one, so the sums are those of one group; a kernel that is chosen by the number of
-heads may round others.
-
-In 8 bits a rank's own rows stay exact. A key travels without the mean of its channel over the sender's rows, which
-comes with it: what a channel has in common would take the precision from where keys differ.
+A rank attends by one group of heads while the others are under way. Heads are computed one by one, so the sums are
+those of one group; a kernel that is chosen by the number of heads may round others. In 8 bits a rank's own rows stay
+exact, and a key travels without the mean of its channel over the sender's rows, which comes with it.
 """
 
 from __future__ import annotations

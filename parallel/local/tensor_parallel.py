@@ -1,12 +1,9 @@
 """Several devices together compute each block of one forward, every device with its part of the weights.
 
 The model's own forward runs once, on the main device. A hook on a block hands the same arguments to a thread per
-further device, which runs that device's part. Each device adds the partial sums of all in the order of ranks
-(collectives.py), so every device has the same bits. The next block finds them there, if it is handed the very tensor
-that this block returned, unchanged. Everything else is copied from the main device.
-
-Outputs have a version also in inference mode: a residual that is added in place makes the other devices' copies out of
-date. One forward runs at a time, whichever thread begins it. A device's error ends the forward with that error.
+further device, which runs that device's part. Each device adds the partial sums of all (collectives.py), so every
+device has the same bits. The next block finds them there, if it is handed the very tensor that this block returned,
+unchanged: outputs have a version also in inference mode. Everything else is copied from the main device.
 """
 
 from __future__ import annotations
@@ -63,34 +60,25 @@ class ForwardWorkers:
         self.current = block
         for queue, each in zip(self._work[1:], work[1:], strict=True):
             queue.put(each)
+        outputs, failure = list[Any](), None
         try:
-            output = work[0]()
+            outputs.append(work[0]())
             self.collective.finish(0)
-        except BaseException:
+        except BaseException as raised:
+            failure = raised
             self.collective.abort(RuntimeError("the block failed on another device"))
-            self._take_results()
-            heard = self.collective.error
-            try:
-                if heard is not None and not isinstance(heard, Exception):  # another rank's Cancel
-                    raise heard
-            finally:
-                del heard  # or its traceback would keep this frame, and this frame the error
-            raise
-        others = self._take_results()
-        error = self.collective.error  # the first one: what the others raised may follow from it
+        outputs += [results.get() for results in self._results[1:]]  # None of a rank that failed
+        self.current = None
+        # The first one: what the others raised may follow from it. Of this rank's own all but another rank's Cancel.
+        error = self.collective.error
+        error = failure if failure is not None and isinstance(error, Exception) else error
         if error is not None:
-            del others
+            outputs.clear()
             try:
                 raise error
             finally:
-                del error  # or its traceback would keep this frame, and this frame the error
-        return [output, *others]
-
-    def _take_results(self) -> list[Any]:
-        """What the other ranks returned; None of one that failed."""
-        found = [results.get() for results in self._results[1:]]
-        self.current = None
-        return found
+                del error, failure  # or its traceback would keep this frame, and this frame the error
+        return outputs
 
     def close(self) -> None:
         """End the workers, also in the middle of a block."""
@@ -224,8 +212,6 @@ class TensorParallel(Bridge):
         if self.graphs is not None:
             self.graphs.forget()
 
-    # ---- a block
-
     def _compute(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -241,15 +227,14 @@ class TensorParallel(Bridge):
             )
         if not self.runs_alone:
             self.forget()
-        calls: list[Call] = [
-            (args, kwargs),
-            *(self._arguments_of(rank, args, kwargs) for rank in range(1, len(self._ranks))),
-        ]
         own, others = self._shards[block]
-        parts: list[Callable[..., Any]] = [call, *(each.block for each in others)]
+        blocks = [own.block, *(each.block for each in others)]
+        parts: list[Callable[..., Any]] = [call, *blocks[1:]]
+        calls: list[Call] = [(args, kwargs)]
+        calls += (self._arguments_of(rank, args, kwargs) for rank in range(1, len(blocks)))
         run = functools.partial(self._run_on_all, block)
         if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed
-            outputs = self.graphs.outputs([own.block, *(each.block for each in others)], calls, parts, run)
+            outputs = self.graphs.outputs(blocks, calls, parts, run)
         else:
             if self.graphs is not None:
                 self.graphs.forget()

@@ -1,8 +1,7 @@
 """A block of which each rank computes its rows, replayed as one CUDA graph.
 
-Two threads that launch the kernels of two cards take turns, as Python runs one at a time. The ranks' threads are inside
-forwards of their own, so at a block each sends its call to the first rank, and does what that one sends it to do until
-it has the block's output. graphs.py says what is replayed, and what is compared before.
+The ranks' threads are inside forwards of their own, so at a block each sends its call to the first rank, and does what
+that one sends it to do until it has the block's output. graphs.py says what is replayed, and what is compared before.
 """
 
 from __future__ import annotations

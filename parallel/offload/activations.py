@@ -1,12 +1,9 @@
 """Activation offload: what recomputed blocks keep is in host memory until their backward, instead of on their cards.
 
 It goes to pinned host memory while later blocks compute, and comes back one block ahead of the backward, with the same
-bytes and strides. What two neighbouring blocks of a device are both called with (modulation, rotary tables) is on the
-card anyway and stays, told by identity. So do small tensors, parameters, and tensors with gaps between their elements.
-
-At most NUM_WAITING blocks' tensors are on a card besides those of the block at work, in a backward one. Memory that
-cannot be pinned is refused: copies through ordinary memory would hold up the host and all cards. There is one backward
-per forward. docs/decisions/0008-blocks-from-host-memory.md says more.
+bytes and strides. What two neighbouring blocks of a device are both called with is on the card anyway and stays. So do
+small tensors, parameters, and tensors with gaps between their elements. Memory that cannot be pinned is refused: copies
+through ordinary memory would hold up the host and all cards. docs/decisions/0008-blocks-from-host-memory.md says more.
 """
 
 from __future__ import annotations
@@ -68,9 +65,7 @@ class ActivationOffload:
     def _may_leave(self, tensor: torch.Tensor, device: torch.device) -> bool:
         if tensor.device != device or device.type in ("cpu", "meta") or isinstance(tensor, nn.Parameter):
             return False
-        if tensor.numel() * tensor.element_size() < self._min_bytes:
-            return False
-        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor) or tensor.nbytes < self._min_bytes:
             return False
         expected = 1  # its elements must fill one piece of memory, in any order of the dims, and each once
         for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -123,7 +118,7 @@ class Handle:
         for each in self._on_card():
             if not each.stays and each.host is None:
                 flat, streams = _flat(each.checked()), self._device.streams
-                each.host = buffer = self._device.pool.take(flat.numel() * flat.element_size())
+                each.host = buffer = self._device.pool.take(flat.nbytes)
                 buffer.used = streams.copy(_elements(buffer, flat), flat, self._ready, buffer.used)
 
     def drop(self) -> None:
@@ -224,7 +219,7 @@ def _make_buffer(num_bytes: int, device: torch.device) -> PinnedBuffer:
 
 def _elements(buffer: PinnedBuffer, flat: torch.Tensor) -> torch.Tensor:
     """The buffer's bytes as elements like these."""
-    return buffer.tensor[: flat.numel() * flat.element_size()].view(flat.dtype)
+    return buffer.tensor[: flat.nbytes].view(flat.dtype)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

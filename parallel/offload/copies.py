@@ -1,13 +1,8 @@
 """Copies between host memory and a device, beside what the device computes: streams, events and slots.
 
-Order. The host runs far ahead of the device, so streams wait for events and the host waits for none of them. A copy
-waits until nothing uses its target any more. The computing stream waits for a copy before it reads what arrives.
-
-Memory. A tensor that a copy stream uses is not recorded there (record_stream): with the host far ahead tensors would
-pile up. Instead memory on the device is taken and given back on the computing stream, which waits for the last copy
-before that.
-
-Devices without streams copy at once; their events are None.
+The host runs far ahead of the device, so streams wait for events and the host waits for none of them. A tensor that a
+copy stream uses is not recorded there (record_stream): tensors would pile up. Memory on the device is taken and given
+back on the computing stream, which waits for the last copy before that. Without streams events are None.
 """
 
 from __future__ import annotations
@@ -62,9 +57,6 @@ class CopyStreams:
         return stream.record_event()
 
 
-# ---- where tensors lie in a buffer
-
-
 @dataclass(frozen=True)
 class Piece:
     """One plain tensor in a buffer of bytes."""
@@ -82,16 +74,12 @@ class Piece:
 
 
 def lay_out(tensors: Iterable[tuple[torch.Size, torch.dtype]], end: int = 0) -> tuple[list[Piece], int]:
-    """Where tensors of these shapes and types lie in a buffer that is taken up to `end`, and the new end in bytes. Each
-    begins as well aligned as a tensor that has its memory for itself."""
+    """Where tensors of these shapes and types lie in a buffer that is taken up to `end`, and the new end in bytes."""
     pieces: list[Piece] = []
     for shape, dtype in tensors:
         pieces.append(Piece(-(-end // _ALIGNMENT) * _ALIGNMENT, shape, dtype))
         end = pieces[-1].end
     return pieces, end
-
-
-# ---- slots
 
 
 @dataclass(frozen=True)

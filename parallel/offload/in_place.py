@@ -1,13 +1,10 @@
 """Blocks that write in place where autograd has saved the old values: gradients made right, and refused where they are
 not.
 
-Inference code may write into what a block or an operation was given before (x += ...). Autograd raises an error then;
-where a block is computed again for its backward, torch's own checkpoint says nothing, and the gradients are wrong. Here
-each block is watched once per way of being called: one forward more, whose graph is dropped. From then on it gets
-copies of the arguments that it writes into. Of what autograd saves those tensors are copied that are written to later.
-The others keep their version: if it has changed at the backward, that is an error, not a gradient.
-
-That callers use what a block returns, and not what it wrote into its arguments, is what makes copies right.
+Inference code may write into what a block or an operation was given before (x += ...). Each block is watched once per
+way of being called: one forward more, whose graph is dropped. From then on it gets copies of the arguments that it
+writes into, whose callers use what it returns. Of what autograd saves those tensors are copied that are written to
+later. The others keep their version: if it has changed at the backward, that is an error, not a gradient.
 """
 
 from __future__ import annotations

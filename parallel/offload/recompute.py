@@ -1,13 +1,8 @@
 """Blocks that are computed again for the backward, instead of keeping their activations (gradient checkpointing).
 
 torch.utils.checkpoint has Python hooks on every saved tensor, and sets the CPU's generator, which all threads share.
-Here a block is one autograd node: forward without a graph, and in the backward once more with one, run at once.
-
-If the first forward advanced the generator of the block's device (dropout), it is set back for the second. A block that
-changes an argument in place is refused: the second forward would start from the changed one.
-
-Only tensors among the positional arguments get gradients, at any depth; outputs are a tensor or a tuple of tensors.
-Until the backward autograd keeps the arguments, or a store does (activations.py).
+Here a block is one autograd node: forward without a graph, and in the backward once more with one, run at once, from
+the same state of the device's generator. Only tensors among the positional arguments get gradients, at any depth.
 """
 
 from __future__ import annotations
@@ -145,8 +140,6 @@ def put_back(frame: Any, tensors: Iterable[torch.Tensor], passed_by: Sequence[st
     remaining = iter(tensors)
     return map_tensors(frame, lambda place: next(remaining), passed_by)
 
-
-# ---- calls that a model makes with keywords, and whose result is no plain tuple, in the form block(*values)
 
 Checkpoint = Callable[..., Any]  # (block, *values) -> what block(*values) gives
 

@@ -1,15 +1,10 @@
 """Weight offload: blocks that do not fit their card keep their weights in host memory and pass them through two slots.
 
-A hook behind the bridge's own sees to it that the block is in a slot. It starts copying the next one of its device into
-the other slot: the next higher in a forward, the next lower while blocks are computed again for the backward. The base
-is frozen, so nothing is copied back. copies.py keeps order on the card.
-
-A backward never reads evicted weights: a call that would leave a graph behind is refused, as of a block that keeps its
-activations. In host memory are frozen tensors of 64 KiB and more. Between visits the module has its host tensors:
-names, state dict and sizes are as ever. A block has one pinned buffer: buffers per layer could share pages, which
-cannot be pinned twice. Copies of a model on several devices stream one set of host tensors (`of_copy`).
-
-One thread at a time works on a device (pipeline.py), so nothing is locked.
+A hook behind the bridge's own has the block in a slot, and copies the next one of its device into the other slot: the
+next higher in a forward, the next lower while blocks are computed again for the backward. The base is frozen, so
+nothing is copied back. A backward never reads evicted weights: a call that would leave a graph behind is refused.
+Between visits the module has its host tensors: names, state dict and sizes are as ever. A block has one pinned buffer:
+buffers per layer could share pages, which cannot be pinned twice. One thread at a time works on a device.
 """
 
 from __future__ import annotations
@@ -67,8 +62,6 @@ class WeightOffload:
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one in host memory, where it belongs."""
         return id(parameter) in self._on_host
-
-    # ---- while a model is loaded
 
     def begin(self, model: nn.Module, layers: Collection[str]) -> None:
         """These layers will be filled, each handed to finish once; what was taken of another model is dropped."""
@@ -130,8 +123,6 @@ class WeightOffload:
             weights = [replace(weight, owner=owners[weight.owner]) for weight in block.weights]
             other._blocks[name] = _Block(copied, block.host, weights)
         return other
-
-    # ---- on the split model
 
     def move_others(self, module: nn.Module, device: torch.device) -> None:
         """Bring the rest of an offloaded block to its device; trained parameters are made anew."""
@@ -207,9 +198,6 @@ class _Device:
 
 def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(tensor.requires_grad for tensor in (*block.parameters(), *tensors_reached((args, kwargs))))
-
-
-# ---- tensors
 
 
 def host_bytes_of(block: nn.Module) -> int:

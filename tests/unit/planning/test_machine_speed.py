@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel import exchange_speed as exchange_module
-from devicebridge.parallel.exchange_speed import exchange_speed, product_speed
-from devicebridge.parallel.staged_copies import StagedCopies
+from devicebridge.parallel import staged_copies as exchange_module
+from devicebridge.parallel.staged_copies import StagedCopies, exchange_speed, product_speed
 from devicebridge.planning import cards as cards_module
 from devicebridge.planning.cards import MachineSpeed, machine_speed, measure_machine
 from devicebridge.tests.emulated import CARDS, emulated_cards
