@@ -1,7 +1,6 @@
 """What others changed in a tree of modules since it was looked at, whatever way they took.
 
-A copy of such a tree computes the same only while nobody has changed the tree itself. Nothing is kept between two
-looks: code may hook, replace and exchange at any time, also just before the forward.
+A copy of such a tree computes the same only while nobody has changed the tree itself.
 """
 
 from __future__ import annotations
@@ -42,16 +41,7 @@ class _Seen:
 
 def replaced_methods(value: object) -> list[str]:
     """Names of the class's methods that this one object has another function for."""
-    cls = type(value)
-    return [
-        name
-        for name, own in vars(value).items()
-        if callable(own)
-        and not isinstance(own, nn.Module)
-        and callable(getattr(cls, name, None))
-        and getattr(own, "__func__", None) is not getattr(cls, name)
-        and not is_made_here(own)
-    ]
+    return [name for name, own in vars(value).items() if _replaces(value, name, own) and not is_made_here(own)]
 
 
 def foreign_methods(kinds: Iterable[type]) -> Iterator[str]:
@@ -163,12 +153,10 @@ class Unchanged:
         """The attributes of a module that are not as they were."""
         attributes, now = seen.attributes, vars(seen.module)
         for key, value in now.items():
-            if attributes.get(key, _ABSENT) is value or key in self._ignored:
-                continue
-            if _is_other(seen, key, value):
-                code = f" by {code_of(value)}" if callable(value) else ""
-                yield f"the replaced {key} of {seen.name}{code}"
-        for key in () if attributes.keys() <= now.keys() else attributes.keys() - now.keys() - self._ignored:
+            is_same = attributes.get(key, _ABSENT) is value or key in self._ignored
+            if not is_same and _is_other(seen, key, value):
+                yield f"the replaced {key} of {seen.name}{f' by {code_of(value)}' if callable(value) else ''}"
+        for key in attributes.keys() - now.keys() - self._ignored:
             if not (callable(attributes[key]) and callable(getattr(type(seen.module), key, None))):
                 yield f"the deleted {key} of {seen.name}"
 
@@ -227,9 +215,9 @@ def _is_other(seen: _Seen, key: str, value: Any) -> bool:
     return not (type(value) in PLAIN and type(before) in PLAIN and value == before)
 
 
-def _replaces(module: nn.Module, key: str, value: Any) -> bool:
-    """Whether this is another function than the one its class has under this name."""
-    if not callable(value) or isinstance(value, nn.Module) or not callable(own := getattr(type(module), key, None)):
+def _replaces(owner: object, key: str, value: Any) -> bool:
+    """Whether this is another function than the one its owner's class has under this name."""
+    if not callable(value) or isinstance(value, nn.Module) or not callable(own := getattr(type(owner), key, None)):
         return False
     return getattr(value, "__func__", value) is not own
 

@@ -1,13 +1,9 @@
 """Regional compilation: every kind of transformer block is compiled once and reused for all blocks of its kind.
 
-Only a block's forward is compiled, never the call around it. So hooks that move activations, gradient checkpointing and
-LoRA bookkeeping stay Python and cause no graph break. Weights enter the graphs as inputs, so blocks alike share one.
-Torch compiles anew per device, per input shape, and once more for the first block, whose input needs no gradient.
-
-A job of one shape is compiled for it alone. Where there are several, or nobody can tell, numbers of tokens are unknowns
-of the graphs, which then serve every bucket and caption. A batch of one and larger batches have graphs of their own,
-and sizes that happen to be equal when a graph is made may cost another one. That number is torch's limit, so that a
-model which compiles anew for every shape ends with an error instead of spending its time on it.
+Only a block's forward is compiled, never the call around it, so hooks stay Python and cause no graph break. Weights
+enter the graphs as inputs, so blocks alike share one. A job of one shape is compiled for it alone. Where there are
+several, or nobody can tell, numbers of tokens are unknowns of the graphs. How many graphs that may take is torch's
+limit, so that a model which compiles anew for every shape ends with an error instead of spending its time on it.
 """
 
 from __future__ import annotations
@@ -39,8 +35,6 @@ _GRAPHS_PER_SHAPE = 8
 # equal in the first shape that came.
 _SHAPES_IF_UNKNOWN = 4
 _MOST_GRAPHS = 256  # per class; torch keeps no more (accumulated_recompile_limit)
-
-
 Forward = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Watch = Callable[[nn.Module, Forward, Forward, Arguments], None]

@@ -1,7 +1,6 @@
 """Hooks on someone else's module: attached as a set, removed as a set, leaving no trace.
 
 Every change this pack makes to how a module is called goes through a HookSet, so one `remove()` undoes a strategy.
-`map_tensors` is what such hooks use to reach the tensors inside a block's arguments, however they are wrapped.
 """
 
 from __future__ import annotations

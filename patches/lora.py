@@ -1,11 +1,7 @@
 """The one place that answers "is this a LoRA weight", finds the layers that LoRA adapts, and moves LoRA to them.
 
-A LoRA weight is recognised by its name: one dotted part of its fqn begins with `lora_` (peft's lora_A, lora_B,
-lora_embedding_A, lora_magnitude_vector; diffusers' older lora_layer; kohya's lora_down, lora_up), `lokr_`, `hada_` or
-`oft_`, or is `dora_scale`. A name is all there is in a state dict.
-
-Names in this file are those of the model before LoRA. peft puts the adapted layer one level down (`to_q` becomes
-`to_q.base_layer`), and `resolve_targets` takes that level out again.
+A LoRA weight is recognised by its name, which is all there is in a state dict. Names in this file are those of the
+model before LoRA. peft puts the adapted layer one level down (`to_q` becomes `to_q.base_layer`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
 
 A copy of a constant (modulation, rotary tables, text) is remembered while its source lives, until the forward ends,
-under the source's version and the grad mode: one made under no_grad must not serve a block that needs gradients. In
-inference mode tensors have no version, and whatever a block returns counts as new.
-
-Other people's code between and inside the blocks (not `runs_alone`) may change constants in place at any time. A copy
-then serves one call of a block, has a version, and what the block writes into it is written into its source.
-
-Hooks are not compiled: the compiler would keep a copy for all forwards. While a foreign block runs, the current device
-is the block's, since hand-written kernels launch there. torch calls no hook for KeyboardInterrupt, so `end` restores
-what a block left behind. Reasons: docs/decisions/0001-one-process-many-devices.md.
+under the source's version and the grad mode. In inference mode tensors have no version, and whatever a block returns
+counts as new. Other people's code between and inside the blocks (not `runs_alone`) may change constants in place at any
+time: a copy then serves one call of a block, has a version, and what the block writes into it is written into its
+source. torch calls no hook for KeyboardInterrupt, so `end` restores what a block left behind. Hooks are not compiled:
+the compiler would keep a copy for all forwards. Reasons: docs/decisions/0001-one-process-many-devices.md.
 """
 
 from __future__ import annotations
@@ -31,8 +27,6 @@ from .workers import ThreadPool
 
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]
-
-
 Place = torch.device | int  # where a copy is: a device, or the rank of one of several that may be the same
 
 

@@ -1,11 +1,8 @@
 """Collectives between threads of one process, a thread per device, and where blocks that are divided call them.
 
-After Megatron-LM (https://arxiv.org/abs/1909.08053). Between column- and row-parallel linears a device has a part;
-everything else is computed whole by every device, with the same bits. A linear and its LoRA count as one: partial sums
-are added up behind both. Only the gathering of rows has a backward.
-
-Where links are slow, partial sums may travel in 8 bits (`encode`). Every rank then adds the same decoded numbers, its
-own among them, so that all ranks still have the same bits.
+After Megatron-LM (https://arxiv.org/abs/1909.08053). A linear and its LoRA count as one: partial sums are added up
+behind both. Only the gathering of rows has a backward. Where links are slow, partial sums may travel in 8 bits
+(`encode`). Every rank then adds the same decoded numbers, its own among them, so that all still have the same bits.
 """
 
 from __future__ import annotations
@@ -80,7 +77,7 @@ class Collective:
     """A group of ranks, each a thread, that call the same collectives in the same order.
 
     A rank that fails calls `abort`, which ends every collective of the group. Collectives belong to rounds, such as the
-    calls of a block. A rank that finished a round is at a different place for ranks that still wait in it.
+    calls of a block: a rank that finished one is at a different place for ranks that still wait in it.
 
     Args:
         exchange: how the parts of all-reduces travel, and keys and values (heads.py).
@@ -258,11 +255,8 @@ def _correct_norm(
     return output.mul_((own / (sum_of(squares) + eps)).sqrt())
 
 
-# ---- rows of all ranks gathered on each, with a backward: the gradient of a row returns to the rank that has it
-#
-# Every rank computes the loss of its own copy of a sample, and the sum of the gradients of all copies is wanted: each
-# rank gives the gradients of other ranks' rows to these, and adds up what it is given, in the order of ranks. The loss
-# of the first rank counts alone (`CountedOnce`), so layers behind the last gathering have their gradient once.
+# ---- rows of all ranks gathered on each, with a backward: the gradient of a row returns to the rank that has it, which
+# adds up what it is given in the order of ranks. The loss of the first rank counts alone (`CountedOnce`).
 
 
 @functools.cache
@@ -298,12 +292,9 @@ class Layout:
     def returned(self, grad: torch.Tensor, group: Collective, name: str) -> torch.Tensor:
         """The gradient of this rank's rows, of that of all rows on every rank."""
         for_rank: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
-        kept: list[torch.Tensor] = []
-        start = 0
+        kept, start = list[torch.Tensor](), 0
         for counts, is_own in zip(self.counts, self.own, strict=True):
-            for rank, count in enumerate(counts):
-                if is_own and rank != self.rank:
-                    continue
+            for rank, count in [(self.rank, counts[self.rank])] if is_own else enumerate(counts):
                 (kept if is_own else for_rank[rank]).append(grad.narrow(self.dim, start, count))
                 start += count
         total = group.reduce_scatter(self.rank, name, [torch.cat(each, self.dim) for each in for_rank])

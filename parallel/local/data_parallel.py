@@ -1,9 +1,8 @@
 """Data parallel in one process: every device holds a copy of the whole model, and the microbatches are distributed.
 
-Each device has one worker; one more prepares the microbatches, one ahead of each device. Behind a step the first
-replica's device (the main device) adds up gradients in the order of devices, clips, and steps the only optimizer;
-sync() copies the trained values to the others. Against one device gradients differ by the order of summation, and
-dropout draws other masks. Reasons: docs/decisions/0010-replicas.md.
+Behind a step the first replica's device (the main device) adds up gradients in the order of devices, clips, and steps
+the only optimizer; sync() copies the trained values to the others. Against one device gradients differ by the order of
+summation, and dropout draws other masks. Reasons: docs/decisions/0010-replicas.md.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class DataParallel:
         return len(self._replicas)
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
-        """Which copy the microbatch of this index of a step must go through, and its device."""
         replica = self._replicas[index % len(self._replicas)]
         return replica.model, replica.device
 

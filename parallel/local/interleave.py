@@ -1,12 +1,9 @@
 """Several forwards in flight at once: over one split model, or a whole one on each card. Inference only.
 
-While one computes on the second card of a split model, the next is on the first: m forwards of equal cost over n equal
-cards take (m + n - 1) / n of one forward's time, instead of m.
-
-Every forward (a job) has a worker. One token goes round and only its holder runs, so patches and wrappers never meet
-each other. It is handed on at every block, to the next job in order that can run; at borders only, a card's full launch
-queue would keep the host from feeding the others. At a border a job lets go of one device and queues for the next. A
-job that waits for a device holds none, so there is no deadlock.
+While one computes on the second card of a split model, the next is on the first. Every forward (a job) has a worker.
+One token goes round and only its holder runs, so patches and wrappers never meet each other. It is handed on at every
+block, to the next job in order that can run; at borders only, a card's full launch queue would keep the host from
+feeding the others. A job that waits for a device holds none, so there is no deadlock.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """All cards of a split model train at once: microbatches follow each other through the stages, forwards and backwards.
 
 A stage is the run of blocks on one device; the first has the model's front as well, the last its tail and the loss.
-Each follows an order of its own (schedule.py). A worker carries one microbatch after the other, forwards and backwards.
-One more prepares the next microbatches on the host, two ahead at most.
-
-A stage's graph ends at its border. What crosses and needs a gradient arrives as the copy of a detached tensor, and a
-scalar stands where it left. After the stage's backward the gradients of the copies go back to where the tensors came
-from. There a backward of the scalars hands them out. So the border itself holds no activations.
-
-Random numbers are drawn, and gradients summed, in the order of plain accumulation, but for a tensor that crosses to
-several devices. Reasons: docs/decisions/0007-pipelined-training.md.
+Each follows an order of its own (schedule.py). A stage's graph ends at its border. What crosses and needs a gradient
+arrives as the copy of a detached tensor, and a scalar stands where it left. After the stage's backward the gradients of
+the copies go back, and a backward of the scalars hands them out. Random numbers are drawn, and gradients summed, in the
+order of plain accumulation. Reasons: docs/decisions/0007-pipelined-training.md.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Which microbatch a stage works on when: the plans, and the policies that make workers keep to them.
 
-Pipeline (1f1b: PipeDream-Flush in Megatron-LM, arXiv 2104.04473). A step has m microbatches, which go forwards through
-n stages (F) and backwards (B). A stage takes as many F as it may hold, then B and F alternately, then the remaining B.
-The last stage holds one; stage k holds n - k, or `ahead` more, which fills the gaps that uneven stages leave. The B of
-a stage follow each other as the microbatches do, so gradients are summed in the order of plain accumulation.
-
-Data parallel. The microbatches are distributed round robin; a stage is a device with a whole copy of the model.
+A pipeline is 1f1b (PipeDream-Flush in Megatron-LM, arXiv 2104.04473): a stage takes as many forwards as it may hold,
+then backwards and forwards alternately, then the remaining backwards, in the order of microbatches. The last stage
+holds one, stage k of n holds n - k, or `ahead` more, which fills the gaps that uneven stages leave.
 """
 
 from __future__ import annotations

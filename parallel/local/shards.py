@@ -135,31 +135,6 @@ def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
         yield from plain_parts(getattr(tensor, name))
 
 
-def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int) -> int:
-    """Bytes of the weights that one device holds of a block, which is whole."""
-    parts, total = _parts(block, plan, shares), 0
-    for name, module in block.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            share = 1.0
-            divided = plan.find(name) if name in parts else None
-            if divided is not None and (leaf == "weight" or divided.by != "row"):
-                share = _share(shares, parts[name], _divided_size(module, divided), rank)
-            elif divided is not None and rank > 0:
-                share = 0.0  # a row-parallel linear's bias is added once
-            elif divided is None and leaf == "weight" and plan.is_norm(name):
-                share = _share(shares, ("heads",), len(parameter), rank)
-            # Numbers, and scales of an 8-bit weight: those of its rows are divided where the rows are.
-            numbers, *scales = plain_parts(parameter)
-            of_rows = share if divided is not None and divided.by != "row" else 1.0
-            total += int(numbers.nbytes * share)
-            total += sum(int(each.nbytes * (of_rows if each.numel() > 1 else 1.0)) for each in scales)
-    return total
-
-
-def _share(shares: Shares, parts: tuple[Unit, ...], size: int, rank: int) -> float:
-    return sum(last - first for first, last in shares.slices(parts, size, rank)) / size
-
-
 def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tuple[Unit, ...]]:
     """Name of each divided linear -> the parts its divided dimension consists of in this build."""
     linears = {name: module for name, module in block.named_modules() if hasattr(module, "in_features")}

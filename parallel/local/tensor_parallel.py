@@ -60,7 +60,8 @@ class ForwardWorkers:
         self.current = block
         for queue, each in zip(self._work[1:], work[1:], strict=True):
             queue.put(each)
-        outputs, failure = list[Any](), None
+        outputs: list[Any] = []
+        failure: BaseException | None = None
         try:
             outputs.append(work[0]())
             self.collective.finish(0)

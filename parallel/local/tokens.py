@@ -1,11 +1,9 @@
 """Several ranks compute one forward, each with whole weights and its share of the rows (tokens).
 
 Every rank, a thread per device, runs the stock forward of its own copy of the model. A hook cuts the arguments of each
-block to the rank's rows. Attention gathers keys and values of all ranks in the order of one card, so every row of the
-result has the sums of one card. Behind the last block the rows come together. families/token_plan.py says where rows
-are. Also called sequence or context parallelism, with all-gathered keys (Li et al. 2021, arXiv:2105.13120).
-
-Nothing of a class is replaced. What attention calls reaches `TokenParallel.attend`, which the host has to see to.
+block to the rank's rows. Attention, which the host has to lead to `TokenParallel.attend`, gathers keys and values of
+all ranks in the order of one card. families/token_plan.py says where rows are. Also called sequence or context
+parallelism, with all-gathered keys (Li et al. 2021, arXiv:2105.13120).
 """
 
 from __future__ import annotations
@@ -87,8 +85,6 @@ class Rows:
         self.stack: list[_Frame] = []
         self.num_attentions = 0
 
-    # ---- shares
-
     def share(self, segment: str, rank: int | None = None) -> tuple[int, int]:
         """The first row and the number of rows that a rank has of a segment; by default this one. Raises:
         OneDeviceError for rows that are no whole groups of the plan's `aligned`."""
@@ -134,8 +130,6 @@ class Rows:
             if length and segment not in self.plan.whole and (length == 1 or not all(counts)):
                 raise OneDeviceError(f"{length} rows of {segment} for {self.group.size} devices")
         self._checked = dict(self.lengths)
-
-    # ---- cutting
 
     def see(self, value: Any, place: Place, where: str) -> Any:
         """Learn an axis; a number may be a length itself."""
@@ -203,8 +197,6 @@ class Rows:
     def rows_before(self, row: int, segment: str) -> int:
         """How many rows from `row` on lie before this rank's first one."""
         return max(self.share(segment)[0] - row, 0)
-
-    # ---- gathering
 
     def gather(self, tensor: torch.Tensor, place: Place, name: str, own: Sequence[str] = ()) -> torch.Tensor:
         """All rows of a tensor, in the order of one card; of segments in own, and of those that are whole, this rank's.
@@ -290,8 +282,6 @@ class TokenParallel:
         """Of the rank whose forward this thread computes; None outside of one."""
         return HERE.rows if HERE.parallel is self else None
 
-    # ---- a forward
-
     def run(self, calls: Sequence[Callable[[], Any]], replays: Replays | None = None) -> list[Any]:
         """What the ranks' forwards return, each with all rows of the result.
 
@@ -322,8 +312,6 @@ class TokenParallel:
             yield
         finally:
             HERE.parallel, HERE.rows = before
-
-    # ---- hooks
 
     def _hook_block(self, place: tuple[int, str, str], block: nn.Module, *, is_first: bool, is_last: bool) -> None:
         rank, list_name, name = place
@@ -396,8 +384,6 @@ class TokenParallel:
             return call(*args, **kwargs)
         output = call(here.gather(args[0].clone(), place, name), *args[1:], **kwargs)
         return here.cut(output, place, name)
-
-    # ---- attention
 
     def attend(
         self, func: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,13 +1,9 @@
 """Threads that work on one run together: how they wait for each other, and how the run ends.
 
-A run is a step of training, or a batch of forwards. Each worker is a function with a thread of its own. A policy says
-what a worker may do when (StageOrder, Prefetch, RoundRobin); its data is read and changed only inside `when` or
-`changing`. The Coordinator has everything else:
-
-- No worker begins before every thread could be had, and none works on when `run` returns or raises.
-- The first error, or KeyboardInterrupt, ends the run. The others are unwound where they next wait, by `Stopped`.
-
-torch keeps grad mode, autocast, dispatch modes, current device and streams per thread; workers take over the caller's.
+A run is a step of training, or a batch of forwards. A policy says what a worker may do when (StageOrder, Prefetch,
+RoundRobin); its data is read and changed only inside `when` or `changing`. No worker begins before every thread could
+be had, and none works on when `run` returns or raises. The first error, or KeyboardInterrupt, ends the run. The others
+are unwound where they next wait, by `Stopped`. Workers take over what torch keeps for the caller's thread.
 """
 
 from __future__ import annotations
@@ -53,9 +49,7 @@ class Coordinator:
         Raises: the first exception of a worker; RuntimeError if no thread can be had.
         """
         name = "devicebridge-worker-{}"
-        tasks = [
-            self._pool.task(name.format(index), self._carry, index, work, at_end) for index, work in enumerate(workers)
-        ]
+        tasks = [self._pool.task(name.format(at), self._carry, at, work, at_end) for at, work in enumerate(workers)]
         try:
             for task in tasks:
                 task.start()
@@ -173,8 +167,7 @@ def autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
 
 # ---- threads that are kept from one run to the next
 #
-# Libraries plan kernels for every thread anew: cuDNN takes 35 ms on an H200 to plan attention in a thread that has not
-# called it before (docs/internals/experiments.md), longer than a microbatch may take. So a thread that has done its
+# Libraries plan kernels for every thread anew, which takes longer than a microbatch may. So a thread that has done its
 # task waits for the next one, holding nothing, and ends when its pool is no longer needed. They are daemons, unlike
 # those of concurrent.futures: the process may exit while one sleeps or works.
 

@@ -1,10 +1,8 @@
 """Data parallel between processes: each rank computes its share of a step's microbatches, gradients are added up once.
 
 Rank r of n has microbatches r, r + n, r + 2n, ... and passes them on to a runner of its own. Gradients and losses of
-all ranks go through one flat all-reduce. So each rank clips and steps alike, and LoRAs stay equal bit for bit.
-
-What is drawn on a device (dropout) has a stream of its own for every microbatch, by the job's seed, the step and the
-microbatch. Between runs of the runner all ranks have the same stream, for optimizers that draw.
+all ranks go through one flat all-reduce, so LoRAs stay equal bit for bit. What is drawn on a device (dropout) has a
+stream of its own for every microbatch. Between runs all ranks have the same stream, for optimizers that draw.
 """
 
 from __future__ import annotations

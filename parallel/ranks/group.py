@@ -1,8 +1,8 @@
 """What the processes of a job (its ranks) say to each other: agree, wait, share, add up. torch.distributed underneath.
 
-Every method that says "all ranks" must be called by all of them, in the same order; what they decide by has to be the
-same on each. Plain values travel as JSON, so nothing is unpickled. Gradients travel through the backend of their device
-(NCCL, on ROCm RCCL; gloo on CPUs), everything else through a group of gloo, where a rank may wait for hours.
+Every method that says "all ranks" must be called by all of them, in the same order. Plain values travel as JSON, so
+nothing is unpickled. Gradients travel through the backend of their device (NCCL, on ROCm RCCL; gloo on CPUs),
+everything else through a group of gloo, where a rank may wait for hours.
 """
 
 from __future__ import annotations
@@ -107,8 +107,6 @@ class Ranks:
             return
         with self.watch.doing(is_long=is_long), _losses_named(self.watch, is_all=False):
             yield
-
-    # ---- what all ranks do together
 
     def any(self, is_so: bool) -> bool:
         """Whether it is so on any rank; all ranks."""

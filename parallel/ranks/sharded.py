@@ -1,10 +1,9 @@
 """A model whose weights several processes share: FSDP2 over its blocks, each process reading its own rows of the file.
 
 The model is made without weights, `fully_shard` divides every tensor by rows, and each process reads its rows, so none
-ever holds the whole model. A block is whole only while it computes. Rows of frozen linears in 8 bits (FrozenLinear8)
-are rounded alone, with one scale each, so they have the bits that one process gives them; everybody has the scales.
-
-The LoRA is attached afterwards and is whole on every process. Reasons: docs/decisions/0030-several-processes.md.
+ever holds the whole model. Rows of frozen linears in 8 bits have one scale each, so they have the bits that one process
+gives them; everybody has the scales. The LoRA is whole on every process. Reasons:
+docs/decisions/0030-several-processes.md.
 """
 
 from __future__ import annotations
@@ -127,15 +126,10 @@ class _Filler:
                         ((_, whole),) = read_records({name: self._info.tensors[name]})
                         put_tensor(self._model, name, whole.to(self._device, self._dtype_of(name), copy=True))
                         continue
-                    given = DTensor.from_local(
-                        self._rows_of(name, found, reader),
-                        found.device_mesh,
-                        found.placements,
-                        run_check=False,
-                        shape=found.shape,
-                        stride=found.stride(),
-                    )
-                    assert all(isinstance(each, (Shard, Replicate)) for each in found.placements)
+                    rows, mesh, placements = self._rows_of(name, found, reader), found.device_mesh, found.placements
+                    assert all(isinstance(each, (Shard, Replicate)) for each in placements)
+                    like: Any = {"shape": found.shape, "stride": found.stride(), "run_check": False}
+                    given = DTensor.from_local(rows, mesh, placements, **like)
                     self._model.load_state_dict({name: given}, strict=False, assign=True)
         size = dist.get_world_size(self._group)
         for name, module in self._model.named_modules():

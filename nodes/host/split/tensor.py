@@ -28,7 +28,6 @@ from ....parallel.local.shards import (
     JoinedSlices,
     Slice,
     divide_block,
-    divided_bytes,
     find_plan,
     plain_parts,
     shares_of,
@@ -68,7 +67,8 @@ class DividedPlan(SplitPlan):
             block = diffusion_model.get_submodule(name)
             sizes[self.main_device] -= management.module_size(block)
             for rank, device in enumerate(self.devices):
-                sizes[device] += divided_bytes(block, plan, shares, rank)
+                part = divide_block(copy_structure(block)[0], plan, shares, rank, cut_weight).block
+                sizes[device] += sum(each.nbytes for weight in part.parameters() for each in plain_parts(weight))
         return sizes
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
 from devicebridge.parallel.local import shards, tensor_parallel
-from devicebridge.parallel.local.shards import BlockShard, Slice, divide_block, divided_bytes, find_plan, shares_of
+from devicebridge.parallel.local.shards import BlockShard, Slice, divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers, TensorParallel
 from devicebridge.parallel.local.workers import ThreadPool
 from devicebridge.tests.placed import forward_of
@@ -278,9 +278,6 @@ def test_the_devices_hold_the_divided_weights_once(make, size) -> None:
     whole = {name for name, _ in block.named_parameters()} - set(shards[0].slices)
     for name in whole - {"linear2.bias", "attn.o.bias", "mlp.2.bias"}:
         assert all(torch.equal(shard.block.get_parameter(name), block.get_parameter(name)) for shard in shards)
-    for rank, shard in enumerate(shards):
-        held = sum(parameter.nbytes for parameter in shard.block.parameters())
-        assert held == divided_bytes(block, plan, shares, rank)
 
 
 def test_a_bias_behind_a_partial_sum_is_added_once() -> None:
