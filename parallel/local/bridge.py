@@ -56,7 +56,6 @@ class Bridge:
         passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
         per_device: names of keyword arguments with an object that blocks share computed tensors through. Any
             further device gets one of its own for the length of a forward: the object's class called without arguments.
-    Raises: ValueError if there is no block.
     """
 
     def __init__(
@@ -70,8 +69,7 @@ class Bridge:
         passed_by: Collection[str] = (),
         per_device: Collection[str] = (),
     ) -> None:
-        if not blocks:
-            raise ValueError("a bridge needs at least one block; the model has none")
+        assert blocks
         self.blocks = dict(blocks)
         self.main_device = main_device
         self.tail = tuple(tail)

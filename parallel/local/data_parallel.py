@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +35,7 @@ class Replica:
 
 class DataParallel:
     """Trains copies of a model on several devices; the first has the optimizer, and is what the outside knows. Raises:
-    ValueError for two on one device, one on the CPU (whose random numbers all threads share), or copies that differ in
-    what is trained."""
+    ValueError for two on one device, or one on the CPU, whose random numbers all threads share."""
 
     in_lockstep = False
 
@@ -47,15 +45,9 @@ class DataParallel:
             raise ValueError(
                 f"replicas were asked for on {', '.join(map(str, devices)) or 'no device'}; give each a GPU of its own"
             )
-        described = [[(tuple(p.shape), p.dtype) for p in replica.parameters] for replica in replicas]
-        if any(each != described[0] for each in described) or len({dtype for _, dtype in described[0]}) != 1:
-            raise ValueError(
-                f"the replicas on {', '.join(map(str, devices))} do not train the same parameters of one type; attach "
-                "the same LoRA to each"
-            )
-        self._replicas = tuple(replicas)
-        self._running = threading.Lock()
-        self._pool = ThreadPool()
+        described = [[(p.shape, p.dtype) for p in replica.parameters] for replica in replicas]
+        assert all(each == described[0] for each in described) and len({dtype for _, dtype in described[0]}) == 1
+        self._replicas, self._pool = tuple(replicas), ThreadPool()
         self.sync()
 
     @property
@@ -71,19 +63,13 @@ class DataParallel:
         return replica.model, replica.device
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """See Runner; the losses are each on its replica's device. Raises: RuntimeError inside another run, without
-        autograd."""
-        if not torch.is_grad_enabled():
-            raise RuntimeError("replicas are for training; call a model itself for a forward without gradients")
-        if not self._running.acquire(blocking=False):
-            raise RuntimeError("these replicas compute a step already; wait for it, runs do not nest")
+        """See Runner; the losses are each on its replica's device."""
         try:
             self._drop_gradients()
             losses = self._losses(microbatches)
             self._add_up()
         finally:
             self._drop_gradients()
-            self._running.release()
         return losses
 
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:

@@ -28,16 +28,11 @@ from .workers import Coordinator
 
 
 class Pipeline(OneModel):
-    """Trains a bridged model with several microbatches in flight (`ahead`: schedule.py); one step at a time per bridge.
-    Raises: ValueError if the model's tail is not on the last device."""
+    """Trains a bridged model, whose tail is on its last device, with several microbatches in flight."""
 
     def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1, trace: Trace | None = None) -> None:
         super().__init__(model, bridge.main_device)
-        if bridge.tail_device != bridge.devices[-1]:
-            raise ValueError(
-                f"the model's tail is on {bridge.tail_device}, a pipeline needs it on the last device, "
-                f"{bridge.devices[-1]}; place it there before loading"
-            )
+        assert bridge.tail_device == bridge.devices[-1]
         self.bridge = bridge
         self.ahead = ahead
         self.trace = trace
@@ -45,10 +40,7 @@ class Pipeline(OneModel):
         self._local = _Local()
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """See Runner. Raises: RuntimeError inside another run, without autograd, and where devices do not follow each
-        other."""
-        if not torch.is_grad_enabled():
-            raise RuntimeError("a pipeline is for training; call the model itself for a forward without gradients")
+        """See Runner. Raises: RuntimeError inside another run, and where devices do not follow each other."""
         sizes = len(self._stage_of), len(microbatches), self.ahead
         num_workers = num_held(*sizes)[0]
         with self.bridge.interleaved(self):

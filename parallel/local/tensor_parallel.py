@@ -112,7 +112,6 @@ class TensorParallel(Bridge):
     Args:
         shards: the main device's part of each block, in execution order -> those of the others, in their order.
         passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
-    Raises: ValueError if there is no block.
     """
 
     replays = True  # blocks as CUDA graphs, where `replay` was called

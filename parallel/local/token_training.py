@@ -58,7 +58,6 @@ class TokenModel(nn.Module):
         self._pool = ThreadPool()
         self._local = _Local()
         self._group: Collective | None = None
-        self._running = threading.Lock()
 
     def through(
         self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False, size: Hashable = None
@@ -109,9 +108,7 @@ class TokenModel(nn.Module):
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """What work() returns in a thread per device, in which this model is that device's copy. Raises: the first
-        exception of a thread, and the others end; RuntimeError inside another call."""
-        if not self._running.acquire(blocking=False):
-            raise RuntimeError("this model computes something already; wait for it, runs do not nest")
+        exception of a thread, and the others end."""
 
         def carry(rank: int) -> T:
             self._local.rank = rank
@@ -121,17 +118,14 @@ class TokenModel(nn.Module):
             finally:
                 self._local.rank = None
 
-        workers = None
+        workers = ForwardWorkers(self._pool, self.devices, self._send)
+        self._group = workers.collective
         try:
-            workers = ForwardWorkers(self._pool, self.devices, self._send)
-            self._group = workers.collective
             return workers.run(self, [partial(carry, rank) for rank in range(len(self.devices))])
         finally:
-            if workers is not None:
-                workers.close()
+            workers.close()
             self._rows.newest.clear()
             self._group = None
-            self._running.release()
 
     def _send(self, tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
         return self._side_streams.copies(tensors, self.devices[rank], arrivals)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import block_split
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.placed import apply_block_split, place
@@ -119,23 +118,6 @@ def _hook_counts(module):
     return {name: len(value) for name, value in vars(module).items() if name.endswith(("hooks", "kwargs", "called"))}
 
 
-def test_copies_are_forgotten_when_a_forward_raises():
-    with emulated_cards():
-        model, split = _make("flux2")
-        last = model.get_submodule(block_names(model, FAMILIES["flux2"])[-1])
-        handle = last.register_forward_pre_hook(_raise)
-        with pytest.raises(KeyError, match="in a block"):
-            _forward(model, "flux2", HOME)
-        assert not split.bridge.is_running
-        handle.remove()
-        _forward(model, "flux2", HOME)
-        assert not split.bridge.is_running
-
-
-def _raise(module, args):
-    raise KeyError("in a block")
-
-
 def test_no_grad_then_grad_in_one_model():
     with emulated_cards():
         model, _ = _make("wan", lora=True)
@@ -143,41 +125,6 @@ def test_no_grad_then_grad_in_one_model():
             quiet = _forward(model, "wan", HOME)
         loud = _forward(model, "wan", HOME)
         assert not quiet.requires_grad and loud.requires_grad and torch.equal(on_cpu(quiet), on_cpu(loud))
-
-
-def test_reentrant_checkpointing_keeps_the_gradient():
-    """Its first pass runs under no_grad: a copy made there must not serve a block that needs gradients. The
-    gradients of shared constants are added up in another order than on one card, hence close and not equal."""
-    gradients = []
-    for cards in (CARDS[:1], CARDS[:2]):
-        with emulated_cards():
-            model, split = _make("flux2", cards=cards)
-
-            def every_other(block, *args):
-                every_other.count += 1
-                if every_other.count % 2:
-                    return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=True)
-                return block(*args)
-
-            every_other.count = 0
-            model.enable_gradient_checkpointing(every_other)
-            _forward(model, "flux2", cards[0]).square().mean().backward()
-            gradients.append(_gradients(model))
-    assert gradients[0].keys() == gradients[1].keys()
-    assert all(torch.allclose(gradients[0][n], gradients[1][n], rtol=1e-4, atol=1e-7) for n in gradients[0])
-
-
-def test_several_forwards_in_flight():
-    with emulated_cards():
-        model, _ = _make("flux2", lora=True, checkpointing=True)
-        losses = [_forward(model, "flux2", HOME, seed=seed).square().mean() for seed in range(3)]
-        sum(losses[1:], losses[0]).backward()
-        together = _gradients(model)
-        model.zero_grad()
-        for seed in range(3):
-            _forward(model, "flux2", HOME, seed=seed).square().mean().backward()
-        apart = _gradients(model)
-    assert all(torch.allclose(together[n], apart[n], rtol=1e-4, atol=1e-7) for n in apart)
 
 
 def test_dropout_is_the_same_in_the_recomputation():
@@ -197,9 +144,3 @@ def test_dropout_is_the_same_in_the_recomputation():
 
 def _tensors(tree):
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-def test_a_placement_for_another_model_is_refused():
-    model = TINY["flux2"].make_model(seed=0)
-    with pytest.raises(ValueError, match="plan it for this model"):
-        block_split.apply_block_split(model, FAMILIES["flux2"], Placement(("blocks.0",), (HOME,), HOME))

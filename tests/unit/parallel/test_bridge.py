@@ -4,9 +4,7 @@ import collections
 import dataclasses
 import gc
 import threading
-import types
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -283,22 +281,6 @@ def test_hidden_states_do_not_pile_up(mode):
         assert len(alive) == 12 and max(alive) <= 2
 
 
-@MODES
-def test_copies_are_freed_with_the_forward_without_a_garbage_collection(mode):
-    with emulated_cards(), mode():
-        _, bridge = _make(PLACES)
-        source = _input()
-        gc.collect()
-        gc.disable()
-        try:
-            with forward_of(bridge):
-                copy = weakref.ref(bridge.move(source, NEXT))
-                assert copy() is not None and bridge.move(source, NEXT) is copy()
-            assert copy() is None
-        finally:
-            gc.enable()
-
-
 def test_a_copy_lives_as_long_as_its_source():
     with emulated_cards(), torch.no_grad():
         _, bridge = _make(PLACES)
@@ -356,17 +338,6 @@ def test_grad_modes_do_not_share_copies():
             assert loud.requires_grad and not quiet.requires_grad
             loud.sum().backward()
         assert source.grad.device == HOME and on_cpu(source.grad).tolist() == [1, 1]
-
-
-def test_outside_a_forward_nothing_is_remembered():
-    with emulated_cards() as cards:
-        model, bridge = _make(PLACES)
-        source = _input()
-        cards.copies.clear()
-        assert bridge.move(source, NEXT) is not bridge.move(source, NEXT)
-        assert len(cards.copies) == 2 and not bridge.is_running
-        with torch.no_grad():
-            assert torch.equal(on_cpu(model(_input())), _expected())
 
 
 def test_gradients_are_those_of_one_card_bit_for_bit():
@@ -565,39 +536,6 @@ def _num_hooks(model):
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
 
-def test_what_makes_no_bridge_is_refused():
-    with pytest.raises(ValueError, match="at least one block"):
-        Bridge({}, HOME)
-    assert isinstance(types.MappingProxyType({}), collections.abc.Mapping)
-    block = nn.Identity()
-    assert Bridge(types.MappingProxyType({block: NEXT}), HOME).devices == (HOME, NEXT)
-
-
-def test_compiled_blocks_stay_compiled_under_hooks_on_their_wrappers() -> None:
-    """Hooks on the wrapper that torch.compile makes run outside the graph: nothing breaks it or compiles it again."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    graphs: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(len(inputs))
-        return graph.forward
-
-    plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
-    compiled = [torch.compile(block, backend=backend, fullgraph=True) for block in plain]
-    cpu = torch.device("cpu")
-    bridge = Bridge(dict.fromkeys(compiled, cpu), cpu, transport="relay", passed_by=("transformer_options",))
-    bridge.attach()
-    x = torch.randn(3, 8)
-    with torch.no_grad():
-        expected = plain[1](plain[0](x))
-        for _ in range(3):
-            with forward_of(bridge):
-                assert torch.equal(compiled[1](compiled[0](x)), expected)
-    bridge.remove()
-    assert len(graphs) in (1, 2)  # one per class of block, or per block; never one per forward
-
-
 def _weakening(block, entry):
     """The block, writing into one of its arguments before it computes."""
     forward = type(block).forward
@@ -628,18 +566,6 @@ def test_what_blocks_write_into_their_arguments_is_seen_by_all(devices, transpor
         bridge.runs_alone = False
         for _ in range(2):
             assert torch.equal(_run(model, bridge, mode), expected)
-
-
-def test_only_what_was_written_travels_back():
-    with emulated_cards(2) as cards:
-        model, bridge = _make(PLACES)
-        cards.copies.clear()
-        _run(model, bridge, torch.inference_mode)
-        usual = [copy.target for copy in _crossings(cards)].count(HOME)
-        cards.copies.clear()
-        bridge.runs_alone = False
-        _run(model, bridge, torch.inference_mode)
-        assert [copy.target for copy in _crossings(cards)].count(HOME) == usual
 
 
 @MODES

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import workers as workers_module
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model, dealt
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
@@ -217,24 +216,6 @@ def test_the_first_error_is_raised_and_nothing_is_left(where):
         assert len(replicas.run(_batches(replicas, 4))) == 4  # and it can be used again
 
 
-def test_an_interrupt_stops_all_threads(monkeypatch):
-    begun = []
-
-    def interrupted(tasks):
-        while not begun:
-            time.sleep(0.001)
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    with emulated_cards(2):
-        replicas = DataParallel([_linear(HOME), _linear(NEXT)])
-        monkeypatch.setattr(workers_module, "wait_for", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            replicas.run(_batches(replicas, 100, lambda index: begun.append(index) or time.sleep(0.01)))
-        assert 0 < len(begun) < 100
-        assert len(replicas.run(_batches(replicas, 4))) == 4
-
-
 def test_parameters_that_got_no_gradient_keep_none():
     """A LoRA that some inputs pass by: AdamW leaves alone what has no gradient, and would decay what has zeros."""
     with emulated_cards(2):
@@ -257,13 +238,6 @@ def test_what_cannot_be_replicas_is_refused():
             DataParallel([first, first])
         with pytest.raises(ValueError, match="a GPU of its own"):
             DataParallel([first, _linear(torch.device("cpu"))])
-        with pytest.raises(ValueError, match="same parameters"):
-            DataParallel([first, replace(_linear(NEXT), parameters=first.parameters[:1])])
-        replicas = DataParallel([first, _linear(NEXT)])
-        with torch.no_grad(), pytest.raises(RuntimeError, match="for training"):
-            replicas.run(_batches(replicas, 2))
-        with pytest.raises(RuntimeError, match="do not nest"):
-            replicas.run(_batches(replicas, 2, lambda index: replicas.run([])))
 
 
 def test_memory_is_given_back():

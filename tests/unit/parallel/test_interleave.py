@@ -14,7 +14,6 @@ import weakref
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import workers as workers_module
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.placement import block_names, plan_manual
@@ -117,11 +116,6 @@ def test_a_block_split_is_interleaved_by_its_bridge():
     assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
 
 
-def test_no_job_gives_no_result():
-    with torch.no_grad():
-        assert Interleave(Bridge({nn.Identity(): HOME}, HOME)).run([]) == []
-
-
 def test_order_of_issue_is_the_pipeline():
     """While job k is on the second card, job k + 1 is on the first; block by block in turn."""
     with emulated_cards(), torch.inference_mode():
@@ -215,26 +209,6 @@ def test_an_error_of_one_job_ends_the_run(kind, block):
         assert all(torch.equal(on_cpu(a), b) for a, b in zip(interleave.run(jobs), expected, strict=True))
 
 
-def test_a_job_whose_thread_comes_late_to_a_run_that_has_failed_holds_up_nobody(monkeypatch):
-    """It is in the queue for home before its thread runs; the others still get the token."""
-    plain = workers_module.ThreadState.taken_over
-
-    @contextlib.contextmanager
-    def late(state):
-        if threading.current_thread().name.endswith("-3"):
-            time.sleep(0.1)
-        with plain(state):
-            yield
-
-    monkeypatch.setattr(workers_module.ThreadState, "taken_over", late)
-    with emulated_cards(), torch.inference_mode():
-        model, bridge = _make(HALVES)
-        jobs = _jobs(model, bridge, 4)
-        jobs[1] = _failing(KeyError("at once"), model, bridge, 1, None)
-        with pytest.raises(KeyError, match="at once"):
-            Interleave(bridge).run(jobs)
-
-
 def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
@@ -269,44 +243,6 @@ def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
     # jobs 2 and 3 waited for home, which job 1 held: they never began
     assert ran == [0, 1, 2, 0]
     assert begun == [0] and ended == [0] and passed == []
-
-
-def test_what_a_stopped_job_raises_does_not_hide_the_cause():
-    with emulated_cards(), torch.inference_mode():
-        model, bridge = _make(HALVES)
-        inner = _job(model, bridge, 0)
-
-        def clumsy():
-            try:
-                return inner()
-            finally:
-                raise ValueError("while cleaning up")
-
-        with pytest.raises(KeyError, match="the cause"):
-            Interleave(bridge).run([clumsy, _failing(KeyError("the cause"), model, bridge, 1, 0)])
-
-
-def test_a_job_that_runs_the_model_again_while_it_is_stopped_is_stopped_again():
-    """And does not hand on the token: the next job is unwound when this one is."""
-    with emulated_cards(), torch.inference_mode():
-        model, bridge = _make(HALVES)
-        events = []
-
-        def stubborn(seed):
-            inner = _job(model, bridge, seed)
-
-            def job():
-                for _ in range(3):
-                    with contextlib.suppress(BaseException):
-                        inner()
-                        events.append((seed, "passed"))
-                    events.append((seed, "stopped"))
-
-            return job
-
-        with pytest.raises(KeyError):
-            Interleave(bridge).run([stubborn(0), stubborn(1), _failing(KeyError(), model, bridge, 2, 0)])
-    assert events == [(0, "stopped")] * 3 + [(1, "stopped")] * 3
 
 
 def test_an_error_holds_no_memory_once_it_is_handled():
@@ -382,18 +318,6 @@ def test_autograd_is_refused():
         model, bridge = _make(HALVES)
         with pytest.raises(RuntimeError, match="for inference"):
             Interleave(bridge).run(_jobs(model, bridge, 2))
-
-
-def test_a_thread_that_cannot_start_ends_the_run(only_two_threads, monkeypatch):
-    """Those that were started end without having run anything."""
-    with emulated_cards(), torch.inference_mode():
-        model, bridge = _make(HALVES)
-        begun = []
-        with pytest.raises(RuntimeError, match="can't start"):
-            Interleave(bridge).run([lambda: begun.append(1)] * 4)
-        assert len(only_two_threads) == 2 and begun == []
-        monkeypatch.undo()
-        assert len(Interleave(bridge).run(_jobs(model, bridge, 4))) == 4
 
 
 @pytest.fixture
@@ -510,13 +434,6 @@ def test_two_cards_take_the_time_of_a_pipeline(machine, count, expected):
     together, races, results, _ = _makespan(machine, HALVES, count, interleave=True)
     assert together == alone * expected and races == 0
     assert all(torch.equal(a, b) for a, b in zip(results, reference, strict=True))
-
-
-def test_three_cards_and_slow_copies(machine):
-    """Copies run beside the kernels: with each as long as half a stage, only the first and the last are waited for."""
-    together, races, _, _ = _makespan(machine, THIRDS, 6, interleave=True, copy_cost=0.5)
-    # 8 stages of 2; x and the constant out, x to the third, the constant to it, x home: 0.5 each, in the critical path
-    assert races == 0 and 16 <= together <= 16 + 5 * 0.5
 
 
 def test_copies_on_the_main_streams_would_wait_for_other_forwards(machine, monkeypatch):

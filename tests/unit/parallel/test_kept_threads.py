@@ -24,22 +24,6 @@ def test_one_thread_does_one_thing_after_another():
     assert len(set(seen)) == 1 and seen[0][1] == "some-work" and seen[0][0] != threading.get_ident()
 
 
-def test_as_many_threads_as_there_is_work_at_once():
-    pool, barrier, seen = ThreadPool(), threading.Barrier(3), []
-
-    def work():
-        barrier.wait(timeout=10)
-        seen.append(threading.get_ident())
-
-    for _ in range(2):
-        tasks = [pool.task("some-work", work) for _ in range(3)]
-        for task in tasks:
-            task.start()
-        for task in tasks:
-            task.join()
-    assert len(seen) == 6 and len(set(seen)) == 3
-
-
 def test_work_runs_in_the_context_of_who_asks():
     pool, variable, seen = ThreadPool(), contextvars.ContextVar("variable"), []
     for value in (1, 2):

@@ -1,7 +1,5 @@
 """Slices of a packed weight: as good as joined ones wherever they are used, without memory until they are copied."""
 
-import copy
-
 import pytest
 import torch
 from devicebridge.parallel.local.shards import JoinedSlices, Slice
@@ -60,23 +58,6 @@ def test_a_slice_takes_no_memory(part) -> None:
     assert all(p.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for p in parameter.data.pieces)
 
 
-def test_it_follows_the_whole_until_it_is_copied(part) -> None:
-    whole = _whole()
-    found = part.of(whole)
-    copied = part.copied(whole)
-    whole.mul_(2)
-    assert torch.equal(found.joined(), _expected(whole, part))
-    assert torch.equal(copied * 2, found.joined())
-
-
-def test_it_looks_like_the_joined_tensor(part) -> None:
-    whole = _whole().to(torch.bfloat16)
-    found, expected = part.of(whole), _expected(whole, part)
-    assert isinstance(found, JoinedSlices)
-    assert (found.shape, found.dtype, found.device, found.ndim) == (expected.shape, torch.bfloat16, whole.device, 2)
-    assert found.numel() * found.element_size() == expected.nbytes and "JoinedSlices" in repr(found)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_to_another_type_or_as_a_copy_gives_an_ordinary_tensor(part, dtype) -> None:
     whole = _whole()
@@ -113,13 +94,6 @@ def test_what_only_asks_copies_or_makes_room_joins_nothing(part, is_inference, m
         assert isinstance(module.to("cpu").weight.data, JoinedSlices)
 
 
-def test_a_clone_is_joined_once(part) -> None:
-    whole = _whole()
-    with Made(whole) as made:
-        found = part.of(whole).clone()
-    assert type(found) is torch.Tensor and torch.equal(found, _expected(whole, part)) and made.bytes == found.nbytes
-
-
 def test_it_can_be_written_to_nowhere_by_mistake(part) -> None:
     """Whatever is no copy works on a joined copy, so the whole, which may be a mapped file, stays as it is."""
     whole = _whole()
@@ -146,14 +120,6 @@ def test_other_functions_work_on_joined_copies(part) -> None:
     assert torch.equal(torch.cat([found, expected]), torch.cat([expected, expected]))
     assert torch.equal(found.t(), expected.t()) and torch.equal(found[1:3], expected[1:3])
     assert torch.equal(torch.add(input=found, other=found), expected * 2)
-
-
-def test_a_deep_copy_is_an_ordinary_tensor_of_its_own(part) -> None:
-    whole = _whole()
-    found = copy.deepcopy(part.of(whole))
-    assert type(found) is torch.Tensor and torch.equal(found, _expected(whole, part))
-    whole.zero_()
-    assert found.count_nonzero()
 
 
 def test_a_parameter_of_it_is_one_still(part) -> None:

@@ -5,7 +5,6 @@ The experts' partial sums are added up once, behind all of them. What the gate c
 
 import copy
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -98,9 +97,6 @@ def _input() -> torch.Tensor:
 
 def _divide(block: nn.Module, count: int, rank: int, plan: TensorPlan = PLAN) -> BlockShard:
     return divide_block(block, plan, shares_of(block, plan, (1.0,) * count), rank)
-
-
-Change = Callable[[BlockShard, int], None]
 
 
 def _sampled(model, count, cards, change=lambda shard, rank: None, plan=PLAN):

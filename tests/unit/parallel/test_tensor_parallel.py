@@ -7,7 +7,6 @@ described classes have: packed linears, norms of heads and over all heads, gathe
 import contextlib
 import copy
 import dataclasses
-import functools
 import gc
 import threading
 import time
@@ -390,19 +389,6 @@ def test_an_interrupt_between_two_blocks_leaves_nothing_behind(x) -> None:
     assert {each.name for each in threading.enumerate() if "devicebridge" in each.name} == {"devicebridge-idle"}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_what_unwinds_another_device_ends_the_forward_and_the_next_one_works(error, x) -> None:
-    """As an interrupt does that comes while this thread computes for that device."""
-    model = make_model()
-    expected = model(x)
-    parallel = divide(model, 3)
-    layer: Any = parallel._shards[model.blocks[0]][1][0].block.attn.v
-    with mock.patch.object(layer, "forward", mock.Mock(side_effect=error)), pytest.raises(error):
-        run(parallel, model, x)
-    assert not parallel.is_running
-    assert difference(run(parallel, model, x), expected) < NEAR
-
-
 def test_a_forward_of_another_thread_is_refused_while_one_runs(x) -> None:
     model = make_model()
     expected, refused = model(x), []
@@ -442,25 +428,6 @@ def _until_failed(parallel: Any) -> None:
         time.sleep(0.001)
 
 
-def test_of_several_errors_the_first_is_told(x) -> None:
-    """Not that of the first device. Home has done its part of the block by then."""
-    model, has_failed = make_model(Separate()), threading.Event()
-    parallel = divide(model, 3)
-    _, others = parallel._shards[model.blocks[0]]
-
-    def fail(rank: int, *args: Any) -> None:
-        if rank == 1:
-            assert has_failed.wait(10)
-            _until_failed(parallel)
-        has_failed.set()
-        raise RuntimeError(f"device {rank}")
-
-    for rank, shard in enumerate(others, start=1):
-        shard.block.register_forward_hook(functools.partial(fail, rank))
-    with pytest.raises(RuntimeError, match="device 2"):
-        run(parallel, model, x)
-
-
 @pytest.mark.parametrize("fails", ["", "at once", "while home waits"])
 def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
     model, seen = make_model(), []
@@ -483,16 +450,6 @@ def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
         assert len(seen) >= 6 and not [ref for ref in seen if ref() is not None]
     finally:
         gc.enable()
-
-
-def test_fifty_forwards_need_no_more_threads_than_one(x) -> None:
-    model = make_model()
-    parallel = divide(model, 3)
-    before = threading.active_count()
-    counts = set()
-    for _ in range(50):
-        run(parallel, model, x, lambda *_: counts.add(threading.active_count()))
-    assert counts == {before + 2} and threading.active_count() <= before + 2
 
 
 def test_a_block_called_outside_its_forward_is_refused(x) -> None:

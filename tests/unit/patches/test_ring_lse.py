@@ -14,8 +14,6 @@ from devicebridge.patches import ring_lse
 from devicebridge.patches.ring_lse import apply_ring_lse_fix, remove_ring_lse_fix
 from packaging.version import Version
 
-ROOT = Path(__file__).resolve().parents[3]
-
 # A ring over two halves of the keys in one process; the merge and its version test are what 0.37 does.
 OLD_DISPATCH = """
 import torch
