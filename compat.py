@@ -236,7 +236,7 @@ def main(folder: str) -> None:
             package = (getattr(error, "name", None) or "").partition(".")[0]
             is_own = package == "comfy" or any(Path(folder, name).exists() for name in (package, f"{package}.py"))
             if isinstance(error, OSError) or package and not is_own:
-                fault = f"{sys.executable} cannot import ComfyUI ({error})"
+                fault = f"{sys.executable} cannot import ComfyUI ({error}). Name its own with COMFYUI_PYTHON"
         faults = [] if fault else find_faults()
         texts = list(dict.fromkeys(text for _, text in faults))
         answer = {"version": version(), "import_fault": fault, "faults": texts, "refused": refusals(faults)}

@@ -28,9 +28,7 @@ _FOLDERS = re.compile(r"(?<![\w.:/\\~])(?:[A-Za-z]:)?[\\/](?:[^\\/\s'\"]+[\\/])*
 def collect(python: Path | None = None) -> dict[str, Any]:
     """What nodes/host/split/bench.py measures in ComfyUI's Python, ready for JSON. It is made to be sent to others, so
     no folder of this machine is in it.
-
-    Raises: RuntimeError where there is no ComfyUI, or its Python ends early.
-    """
+    Raises: RuntimeError where there is no ComfyUI, or its Python ends early."""
     found = server.find_comfyui(python=python)
     command = [*native_command(found.python, found.folder, found.base), "doctor", "--blocks"]
     told = processes.run(command, timeout_s=_TIMEOUT_S)

@@ -45,13 +45,10 @@ def convert(options: argparse.Namespace) -> int:
 
 def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any], list[str], str]:
     """The values of a job of ours, lines about what was left out or is missing, and the trainer's name.
-
-    Args:
-        path: the file, or a folder with folders such as 10_name.
-        model: takes the place of the model that the file names.
+    path: the file, or a folder with folders such as 10_name.
+    model: takes the place of the model that the file names.
     Raises: ValueError for a file that cannot be read, that no trainer known here writes, or with a value that no job
-        takes, naming file, key and line.
-    """
+    takes, naming file, key and line."""
     values, text = ({"train_data_dir": str(path.resolve())}, "") if path.is_dir() else read_values(path)
     made = Made(path, text, _recognise(values, path))
     try:

@@ -163,11 +163,11 @@ def _ask_comfyui(python: Path | None) -> dict[str, Any]:
         pack = server.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
         # What it has changed of what the pack relies on, asked in its own Python; takes seconds.
-        if not (fault := server.python_fault(found.folder, found.python)):
-            told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
-            facts["contract"] = json.loads(told or "null")
-            fault = (facts["contract"] or {}).get("import_fault", "")
-        facts["python_fault"] = fault
+        told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
+        facts["contract"] = json.loads(told or "null")
+        facts["python_fault"] = (
+            (facts["contract"] or {}).get("import_fault", "") if told else f"{found.python} does not start it"
+        )
     return facts
 
 

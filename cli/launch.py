@@ -50,10 +50,7 @@ def torchrun_command(
     count: int, script: Sequence[str], job: Path, *, resume: Resume, is_verbose: bool = False
 ) -> list[str | Path]:
     """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet.
-
-    Args:
-        script: our command line's, with what it takes in front.
-    """
+    script: our command line's, with what it takes in front."""
     flags = ["--nnodes", "1", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-id", uuid.uuid4().hex]
     flags += ["--rdzv-endpoint", "localhost:0"]
     ours = [*script, *["--verbose"] * is_verbose, "train", str(job), *resume_flags(resume)]
@@ -62,11 +59,8 @@ def torchrun_command(
 
 def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int:
     """Train as one of several processes. One that fails ends here and at once, for others may keep it waiting.
-
-    Args:
-        train: given whether this process was asked to stop; returns the exit code that the command would have alone.
-    Returns: 0, also after a stop: torchrun takes everything else for a failure.
-    """
+    train: given whether this process was asked to stop; returns the exit code that the command would have alone.
+    Returns: 0, also after a stop: torchrun takes everything else for a failure."""
     known = find_launch()
     with stop_on_signal() as stop:
 

@@ -22,10 +22,8 @@ from .lora import add_lora_tools
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code.
-
-    A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line
-    and 130.
-    """
+    A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line and
+    130."""
     safe_output()
     note_parent()
     arguments = sys.argv[1:] if arguments is None else list(arguments)

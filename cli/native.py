@@ -16,7 +16,7 @@ from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import Listener
-from ..headless.server import find_comfyui, python_fault
+from ..headless.server import find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import fill_job
 from ..jobs.job import check_job
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig]:
     """The jobs, with paths in the place of names that only ComfyUI knows.
-
     arguments: of the command line, with which another process goes on in place of this one if need be.
-    Raises: ValueError if there is no ComfyUI, or a name is in none of its folders.
-    """
+    Raises: ValueError if there is no ComfyUI, or a name is in none of its folders."""
     if not (needing := [job for job in jobs if job.needs_comfyui]):
         return list(jobs)
     why = "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
@@ -51,14 +49,10 @@ def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig
 
 def need_comfyui(why: str, arguments: Sequence[str], python: Path | None = None) -> None:
     """A no-op in a process that has ComfyUI; another does not return, and one that has it goes on in its place.
-
-    Raises: ValueError that says why, if there is no ComfyUI.
-    """
+    Raises: ValueError that says why, if there is no ComfyUI."""
     if not is_native_process():
         try:
             found = find_comfyui(python=python)
-            if fault := python_fault(found.folder, found.python):
-                raise RuntimeError(fault)
         except RuntimeError as error:
             raise ValueError(f"{why}, but {error}") from error
         raise SystemExit(go_on_as([*native_command(found.python, found.folder, found.base), *arguments]))
@@ -66,7 +60,6 @@ def need_comfyui(why: str, arguments: Sequence[str], python: Path | None = None)
 
 def examine(options: argparse.Namespace) -> int:
     """`devicebridge examine FILE`: where the blocks and tokens of a model's class are, as rows to be written down.
-
     Raises: ValueError where there is no ComfyUI, or for another file."""
     arguments = ["examine", str(options.file.absolute())]
     need_comfyui("ComfyUI has the code of such a model", arguments, options.python)
@@ -90,9 +83,7 @@ def prepared(job: JobConfig) -> AbstractContextManager[CheckpointInfo | None]:
 @contextmanager
 def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
     """Inside, the encoders that the job names by files are loaded, and the job has their names for the cache.
-
-    Raises: ValueError for text encoders that are not the model's.
-    """
+    Raises: ValueError for text encoders that are not the model's."""
     if not job.cache.needs_stock_encoders:
         yield job, NO_ENCODERS
         return
@@ -111,10 +102,8 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
 
 def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[], bool] = never) -> JobConfig:
     """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads.
-
     on_event: None where another process speaks for this one, which needs no run folder.
-    Raises: Stopped; what check_job, before the encoders are loaded, and fill_job raise.
-    """
+    Raises: Stopped; what check_job, before the encoders are loaded, and fill_job raise."""
     if not job.cache.needs_stock_encoders:
         return job
     with prepared(job) as info:
@@ -126,9 +115,7 @@ def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[],
 
 def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> JobConfig:
     """As encoded, by the first rank of each machine while the others wait; all ranks.
-
-    Raises: as unless_stopped; ValueError where machines have other encoders.
-    """
+    Raises: as unless_stopped; ValueError where machines have other encoders."""
     if not ranks.any(job.cache.needs_stock_encoders):
         return job
     is_early = ranks.place.local_rank == 0

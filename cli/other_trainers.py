@@ -44,10 +44,7 @@ def read_values(path: Path) -> tuple[Any, str]:
 
 class Made:
     """A job of ours in the making.
-
-    Args:
-        text: of the file, for the lines of its keys.
-    """
+    text: of the file, for the lines of its keys."""
 
     def __init__(self, path: Path, text: str, trainer: str) -> None:
         self.path, self.text, self.trainer = path, text, trainer
@@ -165,9 +162,7 @@ def rows_of(table: str) -> dict[str, Any]:
 
 def _as_kind(value: Any, path: str) -> Any:
     """As the type of our key has it: 1e-4 of YAML is a text, 16.0 a count, ON a truth, one number a list.
-
-    Raises: KeyError for a word that is none of the key's.
-    """
+    Raises: KeyError for a word that is none of the key's."""
     if (key := job_keys().get(path)) is None:
         return value
     if get_origin(key.kind) is tuple:

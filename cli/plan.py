@@ -90,13 +90,10 @@ def make_request(
     frames: int | None = None,
 ) -> Request:
     """What is to be planned.
-
-    Args:
-        path: job file; None takes the defaults with an open scheme, and needs a model.
-        model: published variant in place of the job's. quantize, resolution, frames: in place of the job's settings.
+    path: job file; None takes the defaults with an open scheme, and needs a model.
+    model: published variant in place of the job's. quantize, resolution, frames: in place of the job's settings.
     Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
-        or data that is not there and has no resolution to stand in for it.
-    """
+    or data that is not there and has no resolution to stand in for it."""
     info = make_published_info(model) if model else None
     if path is not None:
         job = load_job(path)
@@ -129,9 +126,7 @@ def make_request(
 
 def _has_data(data: DataConfig, resolution: int | None) -> bool:
     """Whether any of a job's folders is there; a mistake in one of several paths is for the scan to name.
-
-    Raises: ValueError if none is and there is no resolution to plan for instead.
-    """
+    Raises: ValueError if none is and there is no resolution to plan for instead."""
     if data.encoded or any(Path(folder.path).is_dir() for folder in data.folders):
         return True
     first = data.folders[0].path

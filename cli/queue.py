@@ -58,9 +58,7 @@ def jobs(options: argparse.Namespace) -> int:
 
 def _find_root(given: Path | None) -> Path:
     """The full path of the folder, or of devicebridge in the output folder of the ComfyUI that is found.
-
-    Raises: ValueError if the folder that was named is none.
-    """
+    Raises: ValueError if the folder that was named is none."""
     if given is None:
         from ..headless.server import find_comfyui
 

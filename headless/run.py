@@ -7,7 +7,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..system import processes
 from ..system.files import read_json_object
 from ..system.progress import NowAndThen
 from ..system.stopping import STOPPED, interrupt_on_signal
-from .server import HOST, PACK_NAME, QUIET, ROOT, find_comfy_cli, find_comfyui, python_fault, start_server, tell_lines
+from .server import HOST, QUIET, ROOT, find_comfy_cli, find_comfyui, start_server, tell_lines
 
 TIMED_OUT = 124
 _SILENCE_TIMEOUT_S = 24 * 3600  # loading a large model says nothing for long
@@ -45,18 +45,15 @@ def run_workflow(
     python: Path | None = None,
 ) -> RunResult:
     """Run a workflow in its API or its saved form. Ctrl-C, SIGTERM and SIGHUP cancel it once training has saved.
-
-    Args:
-        comfyui: ComfyUI's folder; None finds it.
-        timeout_s: cancel after this many seconds; None never does.
-        on_progress: gets one line at a time.
-        base: other place for models, inputs and outputs than ComfyUI's folder.
-        server_arguments: added to ComfyUI's own, such as "--cpu".
-        values: inputs that are replaced, see set_values.
-        python: that ComfyUI runs with; None finds it.
+    comfyui: ComfyUI's folder; None finds it.
+    timeout_s: cancel after this many seconds; None never does.
+    on_progress: gets one line at a time.
+    base: other place for models, inputs and outputs than ComfyUI's folder.
+    server_arguments: added to ComfyUI's own, such as "--cpu".
+    values: inputs that are replaced, see set_values.
+    python: that ComfyUI runs with; None finds it.
     Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli
-        is missing or fails.
-    """
+    is missing or fails."""
     graph = read_workflow(workflow)
     with interrupt_on_signal(), tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch:
         if values:
@@ -64,10 +61,7 @@ def run_workflow(
             workflow = Path(scratch) / workflow.name
             workflow.write_text(json.dumps(changed), encoding="utf-8")
         installed = find_comfyui(comfyui, base, python)
-        if fault := python_fault(installed.folder, installed.python):
-            raise RuntimeError(fault)
-        client, folder = find_comfy_cli(), installed.base / "output"
-        before = _weights_in(folder)
+        client = find_comfy_cli()
         on_progress(f"starting ComfyUI in {installed.folder}")
         with start_server(installed, Path(scratch), server_arguments) as server:
             server.wait_until_ready()
@@ -78,25 +72,13 @@ def run_workflow(
                 server.cancel_and_wait()
         if result.exit_code in {0, STOPPED}:
             server.log.unlink(missing_ok=True)
-        # core's Save LoRA Weights announces none
-        saved = (path for path, stamp in _weights_in(folder).items() if before.get(path) != stamp)
-        outputs = dict.fromkeys([*(folder / each for each in result.outputs), *saved])
-        return RunResult(result.exit_code, [*outputs], result.message, server.log if server.log.exists() else None)
-
-
-def _weights_in(outputs: Path) -> dict[Path, tuple[int, ...]]:
-    """What tells each file from the next of its name, without our own run folders, whose LoRA is announced."""
-    found = (each for each in sorted(outputs.glob("*")) if each.name != PACK_NAME)
-    files = (file for each in found for file in (each.rglob("*.safetensors") if each.is_dir() else (each,)))
-    states = ((file, file.stat()) for file in files if file.suffix == ".safetensors" and file.is_file())
-    return {file: (state.st_mtime_ns, state.st_size, state.st_ino) for file, state in states}
+        outputs = list(dict.fromkeys(installed.base / "output" / each for each in result.outputs))
+        return replace(result, outputs=outputs, log=server.log if server.log.exists() else None)
 
 
 def read_workflow(path: Path) -> dict[str, Any]:
     """The nodes of a workflow file, as they stand there.
-
-    Raises: ValueError for a file that is missing or holds neither form: node id -> node, or "nodes" and "links".
-    """
+    Raises: ValueError for a file that is missing or holds neither form: node id -> node, or "nodes" and "links"."""
     try:
         graph = read_json_object(path, "give a workflow that ComfyUI has saved")
     except FileNotFoundError as error:
@@ -114,9 +96,7 @@ def read_workflow(path: Path) -> dict[str, Any]:
 
 def parse_setting(text: str) -> tuple[str, Any]:
     """ "NODE.INPUT=VALUE"; the value is JSON where it can be, else text.
-
-    Raises: ValueError for another form.
-    """
+    Raises: ValueError for another form."""
     name, is_set, value = text.partition("=")
     if not is_set or "." not in name:
         raise ValueError(f"--set {text!r} is not NODE.INPUT=VALUE; NODE is a node's number, type or title")
@@ -128,11 +108,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a workflow with inputs replaced.
-
-    Args:
-        values: "<node>.<input>" -> value; a node by its id, its type or its title. A type stands for every such node.
-    Raises: ValueError for a name that no node has.
-    """
+    values: "<node>.<input>" -> value; a node by its id, its type or its title. A type stands for every such node.
+    Raises: ValueError for a name that no node has."""
     changed = copy.deepcopy(dict(graph))
     if "nodes" in changed:
         there = [((str(node["id"]), node["type"], node.get("title")), node) for node in changed["nodes"]]

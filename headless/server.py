@@ -70,11 +70,9 @@ class Server:
 @contextlib.contextmanager
 def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) -> Iterator[Server]:
     """ComfyUI on a free port, until the block ends. Its log outlives the scratch folder.
-
     Models, inputs, outputs and other custom nodes are the user's own. The database and the temporary folder are
     separate, so that an open ComfyUI is not disturbed. Where this pack is not among the custom nodes, a model path file
-    adds it.
-    """
+    adds it."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
@@ -146,11 +144,8 @@ class ComfyUI:
 
 def find_comfyui(given: Path | None = None, base: Path | None = None, python: Path | None = None) -> ComfyUI:
     """The user's ComfyUI: as given, from COMFYUI_PATH, around this pack, as `comfy which` says, or ~/comfy/ComfyUI.
-
-    Args:
-        python: that it runs with; None finds it.
-    Raises: RuntimeError that says where it was looked for and how to get one.
-    """
+    python: that it runs with; None finds it.
+    Raises: RuntimeError that says where it was looked for and how to get one."""
     places = [given] if given else []
     if not given:
         named, around = os.environ.get("COMFYUI_PATH"), ROOT.parent
@@ -180,40 +175,14 @@ def _ask_comfy_cli() -> Path | None:
 
 
 def find_python(folder: Path, base: Path | None = None) -> Path:
-    """The Python that runs a ComfyUI: as COMFYUI_PYTHON says, its virtual environment's, the portable build's, else the
-    first of the one running now and those on the path that has what ComfyUI needs."""
+    """The Python that runs a ComfyUI: as COMFYUI_PYTHON says, its virtual environment's, the portable build's, else
+    this one."""
     if os.environ.get("COMFYUI_PYTHON"):
         return Path(os.environ["COMFYUI_PYTHON"]).expanduser()
     inner = [f"{name}/{place}" for name in (".venv", "venv") for place in ("bin/python", "Scripts/python.exe")]
     own = [each / place for each in filter(None, (folder, base)) for place in inner]
     own.append(folder.parent / "python_embeded" / "python.exe")
-    if found := next((path for path in own if path.is_file()), None):
-        return found
-    others = [sys.executable, *filter(None, map(shutil.which, ("python", "python3")))]
-    return next((each for each in map(Path, others) if not python_fault(folder, each)), Path(sys.executable))
-
-
-# What ComfyUI imports when it starts and does not do without, each where that ComfyUI requires it.
-_IMPORTED: tuple[str, ...] = ("torch", "torchsde", "torchvision", "numpy", "einops", "transformers", "tokenizers", "av")
-_IMPORTED += ("sentencepiece", "safetensors", "aiohttp", "yaml", "scipy", "tqdm", "psutil", "sqlalchemy")
-_IMPORTED += ("comfy_kitchen", "comfy_aimdo")
-_MISSING = "import importlib.util; print(*(each for each in sys.argv[1:] if importlib.util.find_spec(each) is None))"
-
-
-def python_fault(folder: Path, python: Path) -> str:
-    """Why a Python does not run this ComfyUI: it does not start, or lacks packages; "" where none is known."""
-    file = folder / "requirements.txt"
-    required = (file.read_text(encoding="utf-8") if file.is_file() else "").lower()
-    wanted = [name for name in _IMPORTED if name.replace("_", "-") in required]
-    told = processes.run(processes.python_command(_MISSING, *wanted, python=python), timeout_s=120)
-    if told is None:
-        return f"{python} does not start. Name ComfyUI's own Python with COMFYUI_PYTHON or --python"
-    if not (missing := told.split()):
-        return ""
-    return (
-        f"{python} is not the Python that runs {folder}: it lacks {', '.join(missing)}. Name ComfyUI's own with "
-        f"COMFYUI_PYTHON or --python, or install into this one: {python} -m pip install -r {file}"
-    )
+    return next((path for path in own if path.is_file()), Path(sys.executable))
 
 
 def has_accelerator(python: Path) -> bool:

@@ -24,8 +24,7 @@ _CPU = torch.device("cpu")
 @dataclass(frozen=True)
 class Allocation:
     """unit: of the amounts: "bytes", "%" of the model, or "fraction" of a device's memory.
-    amounts: by device, in the order of the text. None, on one device at most, is the rest.
-    """
+    amounts: by device, in the order of the text. None, on one device at most, is the rest."""
 
     text: str
     unit: str
@@ -38,9 +37,7 @@ class Allocation:
 
     def weights(self, model_bytes: int, device_bytes: Mapping[torch.device, int]) -> dict[torch.device, int]:
         """Bytes of weights by device, filled in the order of the text, whose sum is the model.
-
-        A rest that no device was given is the CPU's; of fractions without a CPU, the first device's.
-        """
+        A rest that no device was given is the CPU's; of fractions without a CPU, the first device's."""
         found, left = dict.fromkeys(self.amounts, 0), model_bytes
         rest = _CPU if self.unit == "bytes" or _CPU in found else next(iter(found))
         parts = sum(amount or 0 for amount in self.amounts.values())

@@ -16,37 +16,35 @@ _FILE = "Which image or clip this is, for Write Captions."
 
 
 class ImagesToCaption(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeImagesToCaption",
-            display_name="Images to Caption",
-            description="The images of a dataset that have no caption, one after the other, for any node that makes a "
-            "text of an image: core's Generate Text with a model that sees, or a captioning pack. Connect its text and "
-            "the files of this node to Write Captions.",
-            search_aliases=["auto caption", "captioning", "florence", "tagger", "describe images"],
-            inputs=[
-                DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
-                io.Int.Input(
-                    "longest_side",
-                    default=1024,
-                    min=64,
-                    max=4096,
-                    tooltip="Larger images are scaled down to this many pixels along their longest side.",
-                ),
-                io.Int.Input(
-                    "at_most",
-                    default=100,
-                    min=1,
-                    max=5000,
-                    tooltip="Images of one run, which are in memory together. Run again for those that are left.",
-                ),
-            ],
-            outputs=[
-                io.Image.Output("image", is_output_list=True, tooltip="An image, or the first frame of a clip."),
-                io.String.Output("file", is_output_list=True, tooltip=_FILE),
-            ],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeImagesToCaption",
+        display_name="Images to Caption",
+        description="The images of a dataset that have no caption, one after the other, for any node that makes a "
+        "text of an image: core's Generate Text with a model that sees, or a captioning pack. Connect its text and "
+        "the files of this node to Write Captions.",
+        search_aliases=["auto caption", "captioning", "florence", "tagger", "describe images"],
+        inputs=[
+            DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
+            io.Int.Input(
+                "longest_side",
+                default=1024,
+                min=64,
+                max=4096,
+                tooltip="Larger images are scaled down to this many pixels along their longest side.",
+            ),
+            io.Int.Input(
+                "at_most",
+                default=100,
+                min=1,
+                max=5000,
+                tooltip="Images of one run, which are in memory together. Run again for those that are left.",
+            ),
+        ],
+        outputs=[
+            io.Image.Output("image", is_output_list=True, tooltip="An image, or the first frame of a clip."),
+            io.String.Output("file", is_output_list=True, tooltip=_FILE),
+        ],
+    )
 
     @classmethod
     @said_on_node
@@ -65,30 +63,28 @@ class ImagesToCaption(io.ComfyNode):
 
 
 class WriteCaptions(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeWriteCaptions",
-            display_name="Write Captions",
-            description="Writes each text into the .txt file beside its image. A caption that is there is never "
-            "changed, and where all have one, nothing before this node is run. Inside ComfyUI's input folder only.",
-            search_aliases=["auto caption", "save captions", "caption files"],
-            is_output_node=True,
-            is_input_list=True,
-            inputs=[
-                DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
-                io.String.Input(
-                    "caption",
-                    force_input=True,
-                    lazy=True,
-                    tooltip="The text that a captioning node has made of each image.",
-                ),
-                io.String.Input(
-                    "file", force_input=True, lazy=True, tooltip="The files of these images, from Images to Caption."
-                ),
-            ],
-            outputs=[DatasetSocket.Output("captioned", display_name="dataset", tooltip="The same dataset, captioned.")],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeWriteCaptions",
+        display_name="Write Captions",
+        description="Writes each text into the .txt file beside its image. A caption that is there is never "
+        "changed, and where all have one, nothing before this node is run. Inside ComfyUI's input folder only.",
+        search_aliases=["auto caption", "save captions", "caption files"],
+        is_output_node=True,
+        is_input_list=True,
+        inputs=[
+            DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
+            io.String.Input(
+                "caption",
+                force_input=True,
+                lazy=True,
+                tooltip="The text that a captioning node has made of each image.",
+            ),
+            io.String.Input(
+                "file", force_input=True, lazy=True, tooltip="The files of these images, from Images to Caption."
+            ),
+        ],
+        outputs=[DatasetSocket.Output("captioned", display_name="dataset", tooltip="The same dataset, captioned.")],
+    )
 
     @classmethod
     def check_lazy_status(cls, dataset: list[TrainingDataset], **inputs: Any) -> list[str]:
@@ -132,9 +128,7 @@ class WriteCaptions(io.ComfyNode):
 
 def _to_caption(dataset: TrainingDataset) -> Iterator[Path]:
     """Images and clips without a caption, of the folders that have no caption for such.
-
-    Raises: ValueError for a folder in which captions may not be written, if some are missing.
-    """
+    Raises: ValueError for a folder in which captions may not be written, if some are missing."""
     from ..data.caption_files import without_caption
 
     if dataset.data.encoded:

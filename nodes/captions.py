@@ -113,20 +113,18 @@ KEPT = defaultdict[str, set[Path]](set)
 
 
 class CacheCaptionsAndLatents(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeCacheCaptionsAndLatents",
-            display_name=_TITLE,
-            description="Encodes every caption and image once and keeps the results on disk, so that neither text "
-            "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
-            "what is done. By default the model's own encoders are used; connect ComfyUI's CLIP and VAE to train on "
-            "exactly what your workflows feed the model.",
-            search_aliases=["encode dataset", "precompute", "text encoder cache", "latent cache"],
-            is_output_node=True,
-            inputs=make_inputs(_inputs(), _TITLE),
-            outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeCacheCaptionsAndLatents",
+        display_name=_TITLE,
+        description="Encodes every caption and image once and keeps the results on disk, so that neither text "
+        "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
+        "what is done. By default the model's own encoders are used; connect ComfyUI's CLIP and VAE to train on "
+        "exactly what your workflows feed the model.",
+        search_aliases=["encode dataset", "precompute", "text encoder cache", "latent cache"],
+        is_output_node=True,
+        inputs=lambda: make_inputs(_inputs(), _TITLE),
+        outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
+    )
 
     @classmethod
     def validate_inputs(

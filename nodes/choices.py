@@ -74,10 +74,8 @@ class DevicesNode(io.ComfyNode):
 
 def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> bool | str:
     """Whether every link of a node carries what its input takes; else which does not.
-
     ComfyUI does not check the links of a node that asks for their types (received, by input). So this is its own rule,
-    and beside it that a text goes into a list of TEXT_LINKS, which is checked where the node is run.
-    """
+    and beside it that a text goes into a list of TEXT_LINKS, which is checked where the node is run."""
     wanted = {each.id: str(each.io_type) for each in node.define_schema().inputs}
     for name, kind in (received or {}).items():
         takes = f"{wanted[name]},STRING" if name in TEXT_LINKS else wanted[name]

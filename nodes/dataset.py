@@ -95,18 +95,16 @@ def _references(id: str, key: str, example: str) -> Socket:
 
 
 class TrainingDatasetNode(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeTrainingDataset",
-            display_name=_TITLE,
-            description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
-            "file of the same name, or in a JSON file, and, where wanted, a mask in name_mask.png. Chain several of "
-            "these nodes to train on several folders.",
-            search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
-            inputs=make_inputs(_inputs(), _TITLE),
-            outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeTrainingDataset",
+        display_name=_TITLE,
+        description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
+        "file of the same name, or in a JSON file, and, where wanted, a mask in name_mask.png. Chain several of "
+        "these nodes to train on several folders.",
+        search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
+        inputs=lambda: make_inputs(_inputs(), _TITLE),
+        outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
+    )
 
     @classmethod
     def validate_inputs(cls, folder: str = "", evaluation_folder: str = "", input_types: Any = None) -> bool | str:
@@ -175,30 +173,28 @@ def _ask() -> None:
 
 
 class DatasetFromLatents(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeDatasetFromLatents",
-            display_name="Dataset from Latents and Conditioning",
-            description="Trains on lists of latents and conditionings, as core's Make Training Dataset, Resolution "
-            "Bucket and Load Training Dataset give them. They are kept on disk, so that training, and resuming it, "
-            "needs no text encoder and no VAE.",
-            search_aliases=["encoded dataset", "latent list", "conditioning list", "make training dataset"],
-            is_output_node=True,
-            is_input_list=True,
-            inputs=[
-                io.Latent.Input(
-                    "latents",
-                    tooltip="List of latents as VAE Encode makes them: images or batches, of one size or of several.",
-                ),
-                io.Conditioning.Input(
-                    "conditioning",
-                    tooltip="List of conditionings in the order of the latents; for a batch, one item per sample.",
-                ),
-                CACHE_FOLDER.make_input(),
-            ],
-            outputs=[DatasetSocket.Output("dataset", tooltip="The dataset, for the training node.")],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeDatasetFromLatents",
+        display_name="Dataset from Latents and Conditioning",
+        description="Trains on lists of latents and conditionings, as core's Make Training Dataset, Resolution "
+        "Bucket and Load Training Dataset give them. They are kept on disk, so that training, and resuming it, "
+        "needs no text encoder and no VAE.",
+        search_aliases=["encoded dataset", "latent list", "conditioning list", "make training dataset"],
+        is_output_node=True,
+        is_input_list=True,
+        inputs=[
+            io.Latent.Input(
+                "latents",
+                tooltip="List of latents as VAE Encode makes them: images or batches, of one size or of several.",
+            ),
+            io.Conditioning.Input(
+                "conditioning",
+                tooltip="List of conditionings in the order of the latents; for a batch, one item per sample.",
+            ),
+            CACHE_FOLDER.make_input(),
+        ],
+        outputs=[DatasetSocket.Output("dataset", tooltip="The dataset, for the training node.")],
+    )
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> float:

@@ -31,18 +31,16 @@ _QUANTIZE_TITLE = "Quantize (skip LoRA)"
 
 
 class LoadModelForTraining(DevicesNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeLoadModelForTraining",
-            display_name=_TITLE,
-            description="Chooses a diffusion model and splits its blocks over several GPUs. What is no file of FLUX or "
-            "Wan, ComfyUI's own code builds. Only the header is read here; the weights go straight to their GPU when "
-            "training starts.",
-            search_aliases=["flux trainer", "multi gpu training", "split model", "lora training"],
-            inputs=make_inputs(_inputs(), _TITLE),
-            outputs=[ModelSocket.Output("model", tooltip="The model to train, not loaded yet.")],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeLoadModelForTraining",
+        display_name=_TITLE,
+        description="Chooses a diffusion model and splits its blocks over several GPUs. What is no file of FLUX or "
+        "Wan, ComfyUI's own code builds. Only the header is read here; the weights go straight to their GPU when "
+        "training starts.",
+        search_aliases=["flux trainer", "multi gpu training", "split model", "lora training"],
+        inputs=lambda: make_inputs(_inputs(), _TITLE),
+        outputs=[ModelSocket.Output("model", tooltip="The model to train, not loaded yet.")],
+    )
 
     @classmethod
     @said_on_node
@@ -63,9 +61,7 @@ class LoadModelForTraining(DevicesNode):
 
 def recognised(checkpoint: Path, sockets: dict[str, Any]) -> tuple[ModelConfig, CheckpointInfo]:
     """A model of the pack's own families, else one that ComfyUI's own code builds.
-
-    Raises: ValueError for what neither knows, saying which socket or node to use instead.
-    """
+    Raises: ValueError for what neither knows, saying which socket or node to use instead."""
     from ..checkpoints.checkpoint import OtherModel, read_checkpoint
 
     config = read_section(ModelConfig, _inputs(), sockets, path=str(checkpoint))
@@ -159,21 +155,19 @@ _QUANTIZE_INPUTS = (
 
 
 class Quantize(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeQuantize",
-            display_name=_QUANTIZE_TITLE,
-            description="Holds the model's frozen linear layers in 8 bits, or as a quantized file has them, while a "
-            "LoRA is trained on top, and can multiply in 8 bits too. LoRA weights, norms and embeddings keep their "
-            "precision. Shows what is quantized and the memory it takes.",
-            search_aliases=["fp8", "float8", "int8", "8 bit", "torchao", "gguf"],
-            inputs=make_inputs(_QUANTIZE_INPUTS, _QUANTIZE_TITLE),
-            outputs=[
-                ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
-                io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
-            ],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeQuantize",
+        display_name=_QUANTIZE_TITLE,
+        description="Holds the model's frozen linear layers in 8 bits, or as a quantized file has them, while a "
+        "LoRA is trained on top, and can multiply in 8 bits too. LoRA weights, norms and embeddings keep their "
+        "precision. Shows what is quantized and the memory it takes.",
+        search_aliases=["fp8", "float8", "int8", "8 bit", "torchao", "gguf"],
+        inputs=lambda: make_inputs(_QUANTIZE_INPUTS, _QUANTIZE_TITLE),
+        outputs=[
+            ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
+            io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
+        ],
+    )
 
     @classmethod
     @said_on_node

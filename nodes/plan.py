@@ -21,18 +21,16 @@ _LATER = training_sockets("lora_kind", "layers", "lokr_factor", "ema_decay", "ka
 
 
 class PlanTraining(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        made = make_inputs((*_SOCKETS, *_LATER))
-        return training_schema(
-            node_id="DeviceBridgePlanTraining",
-            display_name="Plan Training",
-            description="Forecasts what a training takes of every card, and how it would best use them: where the "
-            "model is cut, which blocks keep their activations, and how many hours the whole run takes. Loads no "
-            "weights and needs no GPU. Select this node and press the play button above it: it then runs alone.",
-            search_aliases=["memory planner", "vram estimate", "out of memory", "will it fit"],
-            is_output_node=True,
-            inputs=[
+    define_schema = training_schema(
+        node_id="DeviceBridgePlanTraining",
+        display_name="Plan Training",
+        description="Forecasts what a training takes of every card, and how it would best use them: where the "
+        "model is cut, which blocks keep their activations, and how many hours the whole run takes. Loads no "
+        "weights and needs no GPU. Select this node and press the play button above it: it then runs alone.",
+        search_aliases=["memory planner", "vram estimate", "out of memory", "will it fit"],
+        is_output_node=True,
+        inputs=lambda: make_inputs(
+            [
                 ModelSocket.Input("model", tooltip="The model to train, as it would go into Train LoRA Across GPUs."),
                 DatasetSocket.Input("dataset", tooltip="The images; the largest of their sizes is planned for."),
                 io.String.Input(
@@ -43,7 +41,7 @@ class PlanTraining(io.ComfyNode):
                     "GB (2x24GB, 12GB), or with relative speeds (2x24GB@1, 12GB@0.5). Empty takes the model's devices "
                     "as they are once ComfyUI has let go.",
                 ),
-                *made[: len(_SOCKETS)],
+                *_SOCKETS,
                 io.Int.Input(
                     "steps",
                     default=1000,
@@ -52,13 +50,14 @@ class PlanTraining(io.ComfyNode):
                     optional=True,
                     tooltip="Steps of the run, for how long it will take. The plan is the same for any number.",
                 ),
-                *made[len(_SOCKETS) :],
-            ],
-            outputs=[
-                io.String.Output("text", tooltip="The plan: the verdict, a line per card, what else was looked at."),
-                io.Image.Output("picture", tooltip="A bar per card: what its memory is for."),
-            ],
-        )
+                *_LATER,
+            ]
+        ),
+        outputs=[
+            io.String.Output("text", tooltip="The plan: the verdict, a line per card, what else was looked at."),
+            io.Image.Output("picture", tooltip="A bar per card: what its memory is for."),
+        ],
+    )
 
     @classmethod
     @said_on_node

@@ -35,9 +35,18 @@ _BESIDE = {
 }
 
 
-def training_schema(**of: Any) -> io.Schema:
-    """Of a node in the menu of trainings, which says something on itself."""
-    return io.Schema(**{"category": "DeviceBridge/training", "hidden": [io.Hidden.unique_id], **of})
+def schema(**of: Any) -> Any:
+    """The define_schema of a node that says something on itself. inputs: a function makes them anew each time, for
+    lists that show what is there now."""
+
+    def define_schema(cls: type[io.ComfyNode]) -> io.Schema:
+        inputs = of["inputs"]() if callable(of["inputs"]) else of["inputs"]
+        return io.Schema(**{"hidden": [io.Hidden.unique_id], **of, "inputs": inputs})
+
+    return classmethod(define_schema)
+
+
+training_schema = functools.partial(schema, category="DeviceBridge/training")
 
 
 class _Keeper(logging.Handler):

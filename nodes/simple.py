@@ -54,9 +54,7 @@ def kind_of(info: CheckpointInfo) -> str:
 
 def expert_of(info: CheckpointInfo) -> str:
     """Which of Wan 2.2's experts a model is that ComfyUI builds; "" for others.
-
-    Raises: ValueError for a file that may be one of several which train at other noise levels.
-    """
+    Raises: ValueError for a file that may be one of several which train at other noise levels."""
     from ..checkpoints.checkpoint import expert_by_name
 
     variant, named = info.variant, expert_by_name(info.path)
@@ -125,23 +123,21 @@ def _inputs() -> list[io.Input]:
 
 
 class TrainLoraSimple(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeTrainLoraSimple",
-            display_name="Train LoRA (simple)",
-            description="Trains a LoRA of a model file, a folder of images or clips, and one word, over all GPUs. Text "
-            "encoder and VAE, steps, resolution and how the cards share the work are decided, and shown on the node. "
-            "Cancel saves everything; Run again goes on.",
-            search_aliases=["lora trainer", "easy training", "finetune", "multi gpu training", "dreambooth"],
-            is_output_node=True,
-            inputs=_inputs(),
-            outputs=[
-                io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Load LoRA Model."),
-                io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
-            ],
-            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeTrainLoraSimple",
+        display_name="Train LoRA (simple)",
+        description="Trains a LoRA of a model file, a folder of images or clips, and one word, over all GPUs. Text "
+        "encoder and VAE, steps, resolution and how the cards share the work are decided, and shown on the node. "
+        "Cancel saves everything; Run again goes on.",
+        search_aliases=["lora trainer", "easy training", "finetune", "multi gpu training", "dreambooth"],
+        is_output_node=True,
+        inputs=_inputs,
+        outputs=[
+            io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Load LoRA Model."),
+            io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
+        ],
+        hidden=[io.Hidden.unique_id, io.Hidden.prompt],
+    )
 
     @classmethod
     def validate_inputs(cls, model: str = "", images: str = "", input_types: Any = None) -> bool | str:

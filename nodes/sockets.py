@@ -30,10 +30,8 @@ _KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "
 
 class Socket:
     """A node's input for one setting ("section.key").
-
     note: what only this node has to say. text: in place of the setting's own text. read: makes the setting's value,
-    where the rules below do not. released: options that differ from what the setting says.
-    """
+    where the rules below do not. released: options that differ from what the setting says."""
 
     def __init__(
         self, id: str, path: str, note: str = "", read: _Read | None = None, text: str = "", **released: Any

@@ -12,7 +12,7 @@ from . import host
 from .allocation import read_allocation
 from .choices import COMES_AND_GOES, DevicesNode, device_options, read_devices
 from .host import folders, io
-from .saying import said_on_node
+from .saying import said_on_node, schema
 from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
@@ -127,23 +127,20 @@ class _SplitNode(DevicesNode):
 
 
 class SplitModel(_SplitNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeSplitModel",
-            display_name="Split Model Across GPUs",
-            category="advanced/multigpu",
-            description="Puts some of a model's layers on each GPU and hands activations from one to the next, so "
-            "that a model too large for one GPU runs without streaming weights. The result is an ordinary MODEL: "
-            "samplers, LoRA loaders and ControlNet stay as they are. Put it directly after the loader.",
-            search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "layer split"],
-            inputs=[
-                io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
-                *make_inputs(_inputs()),
-            ],
-            outputs=[io.Model.Output("split", display_name="model", tooltip="The same model over several GPUs.")],
-            hidden=[io.Hidden.unique_id],
-        )
+    define_schema = schema(
+        node_id="DeviceBridgeSplitModel",
+        display_name="Split Model Across GPUs",
+        category="advanced/multigpu",
+        description="Puts some of a model's layers on each GPU and hands activations from one to the next, so "
+        "that a model too large for one GPU runs without streaming weights. The result is an ordinary MODEL: "
+        "samplers, LoRA loaders and ControlNet stay as they are. Put it directly after the loader.",
+        search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "layer split"],
+        inputs=lambda: [
+            io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
+            *make_inputs(_inputs()),
+        ],
+        outputs=[io.Model.Output("split", display_name="model", tooltip="The same model over several GPUs.")],
+    )
 
     @classmethod
     @said_on_node
@@ -157,34 +154,31 @@ class SplitModel(_SplitNode):
 
 
 class LoadDiffusionModelSplit(_SplitNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DeviceBridgeLoadDiffusionModelSplit",
-            display_name="Load Diffusion Model Across GPUs",
-            category="advanced/multigpu",
-            description="Loads a diffusion model so that each GPU holds some of its layers; no GPU ever holds the "
-            "whole model. The result is an ordinary MODEL.",
-            search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "unet loader"],
-            inputs=[
-                io.Combo.Input(
-                    "unet_name",
-                    options=folders.list_checkpoints(),
-                    tooltip="A diffusion model file in models/diffusion_models.",
-                ),
-                io.Combo.Input(
-                    "weight_dtype",
-                    options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
-                    default="default",
-                    advanced=True,
-                    tooltip="Number type of the weights. default keeps what the file holds; the fp8 types halve the "
-                    "memory of a 16-bit file at a small loss.",
-                ),
-                *make_inputs(_inputs()),
-            ],
-            outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
-            hidden=[io.Hidden.unique_id],
-        )
+    define_schema = schema(
+        node_id="DeviceBridgeLoadDiffusionModelSplit",
+        display_name="Load Diffusion Model Across GPUs",
+        category="advanced/multigpu",
+        description="Loads a diffusion model so that each GPU holds some of its layers; no GPU ever holds the "
+        "whole model. The result is an ordinary MODEL.",
+        search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "unet loader"],
+        inputs=lambda: [
+            io.Combo.Input(
+                "unet_name",
+                options=folders.list_checkpoints(),
+                tooltip="A diffusion model file in models/diffusion_models.",
+            ),
+            io.Combo.Input(
+                "weight_dtype",
+                options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
+                default="default",
+                advanced=True,
+                tooltip="Number type of the weights. default keeps what the file holds; the fp8 types halve the "
+                "memory of a 16-bit file at a small loss.",
+            ),
+            *make_inputs(_inputs()),
+        ],
+        outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
+    )
 
     @classmethod
     @said_on_node

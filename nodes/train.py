@@ -157,26 +157,21 @@ _INPUTS = (
 
 
 class TrainLora(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return training_schema(
-            node_id="DeviceBridgeTrainLora",
-            display_name=_TITLE,
-            description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything "
-            "and can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output "
-            "folder.",
-            search_aliases=["lora trainer", "multi gpu training", "finetune", "dreambooth", "lokr", "dora"],
-            is_output_node=True,
-            inputs=make_inputs(_INPUTS, _TITLE),
-            outputs=[
-                io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Save LoRA Weights or Load LoRA Model."),
-                io.LossMap.Output("loss_map", tooltip="The loss of every step, for Plot Loss Graph."),
-                io.Int.Output(
-                    "steps_done", display_name="steps", tooltip="Optimizer steps done, resumed ones included."
-                ),
-                io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
-            ],
-        )
+    define_schema = training_schema(
+        node_id="DeviceBridgeTrainLora",
+        display_name=_TITLE,
+        description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything and "
+        "can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output folder.",
+        search_aliases=["lora trainer", "multi gpu training", "finetune", "dreambooth", "lokr", "dora"],
+        is_output_node=True,
+        inputs=lambda: make_inputs(_INPUTS, _TITLE),
+        outputs=[
+            io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Save LoRA Weights or Load LoRA Model."),
+            io.LossMap.Output("loss_map", tooltip="The loss of every step, for Plot Loss Graph."),
+            io.Int.Output("steps_done", display_name="steps", tooltip="Optimizer steps done, resumed ones included."),
+            io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
+        ],
+    )
 
     @classmethod
     def validate_inputs(cls, strategy: Any = None) -> bool | str:
@@ -251,9 +246,7 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
 
 def _start_in_background(run: NextRun, info: CheckpointInfo | None, view: JobView) -> io.NodeOutput:
     """Put the job into the queue, in the place of one of its run that still waits.
-
-    Raises: ValueError if its run is under way or was started, or for a job that cannot be run as written.
-    """
+    Raises: ValueError if its run is under way or was started, or for a job that cannot be run as written."""
     from ..jobs.read_job import read_job
 
     read_job(run.job, info)  # a fault of headers or images is said here, not in a log
@@ -286,10 +279,8 @@ def run_folder(name: str) -> Path:
 
 def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[str, Any]) -> config.JobConfig:
     """The job that these sockets describe.
-
     Raises: ValueError for a setting that is refused, a name that leads out of the output folder, or a CLIP to be
-        trained whose files nobody knows.
-    """
+    trained whose files nobody knows."""
     folder = run_folder(plain_name(sockets["name"]))
     read = partial(read_section, entries=_INPUTS, given=sockets)
     lora = read(config.LoraSettings)

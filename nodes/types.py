@@ -44,10 +44,8 @@ class TrainingModel:
 @dataclass(frozen=True)
 class TrainingDataset:
     """Images to train and to evaluate on, and where their captions and latents are kept; cache None is the default.
-
     vae_file, clip_files, clip_type: of the stock VAE and CLIP that encoded them; "" where nobody knows.
-    find_clip: gives that CLIP, as encoding/sources.py asks it, or None where it is gone; None where there was none.
-    """
+    find_clip: gives that CLIP, as encoding/sources.py asks it, or None where it is gone; None where there was none."""
 
     data: DataConfig
     evaluation: EvaluationConfig

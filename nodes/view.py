@@ -28,17 +28,14 @@ _PHASES = {
 
 class JobView(host.NodeView):
     """Listens to a job; an object of this class is what `on_event` takes.
-
     The terminal shows the same as one line that moves; a log that is no terminal gets one now and then. Every event is
-    sent to the browser as {"node", "kind", "step", "total", "values"}; see docs/internals/events.md.
-    """
+    sent to the browser as {"node", "kind", "step", "total", "values"}; see docs/internals/events.md."""
 
     def __init__(self, node_id: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(node_id)
         self._texts = NowAndThen(_TEXT_INTERVAL_S, clock)
         self._pace = StepPace()
-        self._terminal = ProgressLine(sys.stderr) if sys.stderr and sys.stderr.isatty() else None
-        self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
+        self._lines = ProgressLine(sys.stderr, lambda text: _log.info("training: %s", text), _LOG_INTERVAL_S, clock)
         self.pictures: dict[int, Path] = {}  # the newest of each prompt
         self._phase = ""  # the last phase
         self._memory = ""  # every rank's peak in the last event; "" of one process, whose cards the page shows
@@ -57,12 +54,9 @@ class JobView(host.NodeView):
         text = self._line(event)
         if event.kind in {"progress", "step"}:
             self.show_progress(event.step, event.total)
-            if self._terminal is not None:
-                self._terminal.show(event.values.get("what", "steps"), event.step, event.total, text)
-            elif self._log_lines.is_due(event.step, event.total):
-                _log.info("training: %s", text)
-        elif self._terminal is not None:
-            self._terminal.close()
+            self._lines.show(event.values.get("what", "steps"), event.step, event.total, text)
+        else:
+            self._lines.close()
         if event.kind == "sample":
             path = self.pictures[event.values["index"]] = Path(event.values["path"])
             self.show_picture(path, event.step, event.total)

@@ -1,11 +1,11 @@
-"""Progress in a terminal: one line that moves, drawn by tqdm, which comes with diffusers and with ComfyUI."""
+"""Progress: in a terminal one line that moves, drawn by tqdm, which comes with diffusers and with ComfyUI."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -16,20 +16,29 @@ _FORMAT = "{percentage:3.0f}%|{bar:24}| {desc}"
 
 
 class ProgressLine:
-    """A bar for each piece of work, one after the other.
+    """A bar for each piece of work, one after the other, where the stream is a terminal; elsewhere a line now and then,
+    every interval_s seconds by the clock, for say."""
 
-    Args:
-        stream: a terminal.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        stream: TextIO | None,
+        say: Callable[[str], object],
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream if stream is not None and stream.isatty() else None
+        self._say, self._due = say, defaultdict(lambda: NowAndThen(interval_s, clock))
         self._bar: Any = None
         self._what = ""
 
     def show(self, what: str, done: int, total: int, text: str) -> None:
         """So much of `what` is done; text stands behind the bar. The line ends with the work."""
         from tqdm import tqdm
+
+        if self._stream is None:
+            if self._due[what].is_due(done, total):
+                self._say(text)
+            return
 
         try:
             if self._bar is None or what != self._what or done < self._bar.n:

@@ -30,9 +30,7 @@ class HostConditioner:
 
     def make(self, parts: ConditionParts) -> Any:
         """A CONDITIONING of one sample; where the text encoder is shown nothing, its states are a placeholder.
-
-        Raises: ValueError for a ComfyUI without these nodes, or an encoder that is missing.
-        """
+        Raises: ValueError for a ComfyUI without these nodes, or an encoder that is missing."""
         way = WAYS[parts.way]
         for value, is_needed, key in ((self._vae, True, "stock_vae"), (self._clip, way.reads_text, "stock_clip")):
             if is_needed and value is None:

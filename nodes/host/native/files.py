@@ -35,10 +35,8 @@ _VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of it
 
 def with_files(job: JobConfig) -> JobConfig:
     """The job with full paths in the place of names. Reads headers only.
-
     Raises: ValueError for a name that is in none of ComfyUI's folders, a file that is cut short, a type that ComfyUI
-        does not know, or encoders without a name.
-    """
+    does not know, or encoders without a name."""
     model, cache = job.model, job.cache
     if model.family == COMFYUI:
         path = find_file("model.path", model.path, ("diffusion_models", "checkpoints"))
@@ -171,10 +169,7 @@ def _is_own(files: Sequence[str], model_path: str) -> bool:
 
 def load_vae(path: str, *, of_clips: bool = False) -> Any:
     """A VAE of its own file, or of a checkpoint that holds one. Raises: ValueError for a file without.
-
-    Args:
-        of_clips: whether it is that of their sound, which Load LTXV Audio VAE takes out of LTX-2's checkpoint.
-    """
+    of_clips: whether it is that of their sound, which Load LTXV Audio VAE takes out of LTX-2's checkpoint."""
     import comfy.sd
     import comfy.utils
 
@@ -226,10 +221,8 @@ def _there(value: Any, what: str, path: str) -> Any:
 
 class KnownFiles(NamedTuple):
     """What encodes a model's captions and images, by folder: "text_encoders" and "vae".
-
     clip_type: what ComfyUI's CLIP loaders call type; "" for a model that nobody has listed.
-    names: in that folder, or a path; "" for one that is not there. patterns: that were looked for.
-    """
+    names: in that folder, or a path; "" for one that is not there. patterns: that were looked for."""
 
     clip_type: str
     names: dict[str, tuple[str, ...]]

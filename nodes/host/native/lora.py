@@ -43,10 +43,8 @@ def map_lora(
     base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = (), renames: Sequence[Rename] = ()
 ) -> tuple[Any, list[str]]:
     """What ComfyUI's loader makes of a file: adapters by place, and names that it does not map.
-
     encoders: CLIPs beside the model, such as "clip_l". renames: diffusers' names, which the loader may not know.
-    Raises: ValueError for a layer that is there twice.
-    """
+    Raises: ValueError for a layer that is there twice."""
     import comfy.lora
     import comfy.lora_convert
 

@@ -42,10 +42,8 @@ _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the end
 
 class ComfyModel:
     """A model of ComfyUI's, of which nothing is loaded; HostModel says what the methods do.
-
     config: what comfy.model_detection made of its file, with the type it computes in.
-    names: the file's tensors, without data, under the names ComfyUI's loader has for them, and their prefix.
-    """
+    names: the file's tensors, without data, under the names ComfyUI's loader has for them, and their prefix."""
 
     def __init__(self, config: Any, names: Mapping[str, torch.Tensor], prefix: str, row: NativeModel) -> None:
         self._config, self._names, self._prefix, self._row = config, dict(names), prefix, row
@@ -86,10 +84,8 @@ class ComfyModel:
         self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor, given: Mapping[str, torch.Tensor] = {}
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
-
         target = (data - D(0)) / (D(1) - D(0)): noise - data for flow, noise for eps, and v for v. A noise mask changes
-        what is noisy, not the target.
-        """
+        what is noisy, not the target."""
         steps = (min(max(1 - float(time), _LEAST), 1 - _LEAST) for time in times)
         sigmas = torch.tensor([float(self.sampling.percent_to_sigma(step)) for step in steps])
         wide, clean, noise_mask = sigmas.double(), latents.double(), given.get(inputs.NOISE_MASK)
@@ -126,9 +122,7 @@ class ComfyModel:
 
     def _levels(self, sigmas: torch.Tensor, num_streams: int) -> list[torch.Tensor]:
         """The noise levels of each stream, [B]: the sound of MiniMax H3 has a shift of its own.
-
-        Its sampler scales the sound onto the video's levels, whose loss would weigh it by the square of that scale.
-        """
+        Its sampler scales the sound onto the video's levels, whose loss would weigh it by the square of that scale."""
         own: Any = getattr(self.sampling, "shift", None)
         of_sound: Any = getattr(self.sampling, "audio_shift", None)
         if num_streams == 1 or of_sound is None:
@@ -341,9 +335,7 @@ def plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _named_attention(*args: Any, has_options: bool = False, **kwargs: Any) -> torch.Tensor:
     """The same for what classes call by name; where they hand options on, it leads to the one above.
-
-    To the keys of all devices that share out the rows of this forward, once per attention.
-    """
+    To the keys of all devices that share out the rows of this forward, once per attention."""
     from comfy.ldm.modules.attention import attention_pytorch
 
     parallel = HERE.parallel

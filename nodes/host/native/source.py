@@ -74,10 +74,8 @@ def path_of_model(model: Any) -> Path:
 
 def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     """What ComfyUI finds in a file.
-
     dtype: that the model will compute in, such as "bfloat16". like: the stock MODEL that was loaded from the file.
-    Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here.
-    """
+    Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here."""
     header = read_model_header(path)
     everything = header.records()
     prefixes = ("model.diffusion_model.", "diffusion_model.")
@@ -327,10 +325,8 @@ def _needs(base: Any, beside: int) -> tuple[str, ...]:
 
 def _concat_needs(base: Any) -> tuple[str, ...]:
     """Options without which its concat_cond fills these channels as if there were no picture.
-
     A mask counts where the picture is not read without one. Alone it may be left out: without one Cosmos-Predict2 and
-    Kandinsky 5 make a video of text.
-    """
+    Kandinsky 5 make a video of text."""
     one = torch.ones(_some_latents(base))
     image, mask = {"concat_latent_image": one}, {"concat_mask": one[:, :1] / 2}
 
@@ -383,10 +379,8 @@ _Row = tuple[str, int]  # a tensor of the file and a row of it
 
 def follow(config: Any, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord | None]:
     """The records under the names that the loader of this config gives them; None for what it makes in another way.
-
     It makes some of rows of one of the file's. Nothing says which, so it is asked with a random number for each row.
-    Arithmetic would make other numbers of these, which stand for no row.
-    """
+    Arithmetic would make other numbers of these, which stand for no row."""
     given = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
     by_id = {id(tensor): records[name] for name, tensor in given.items()}
     made = config.process_unet_state_dict(dict(given))
@@ -437,9 +431,7 @@ def _cut(
 
 def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:
     """The time in 0..1, before the model's own shift, where a pair changes from one expert to the other; 0.0 without.
-
-    And whether the file is one of two: by its name, or as only Wan 2.2 takes an image without CLIP vision.
-    """
+    And whether the file is one of two: by its name, or as only Wan 2.2 takes an image without CLIP vision."""
     if type(base).__name__ not in _PAIRS:
         return 0.0, False
     boundary = time_at(base.model_sampling, _FROM_IMAGES if beside else _FROM_TEXT)

@@ -44,8 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         run = importlib.import_module("devicebridge.cli.main").main
     except ModuleNotFoundError as error:
         sys.stderr.write(
-            f"devicebridge: {sys.executable}, with which ComfyUI runs, lacks the package {error.name}; install what "
-            f'DeviceBridge needs there: "{sys.executable}" -m pip install -r "{ROOT / "requirements.txt"}"\n'
+            f"devicebridge: {sys.executable}, with which ComfyUI runs, lacks the package {error.name}; name ComfyUI's "
+            "own Python with COMFYUI_PYTHON, or install what DeviceBridge needs there: "
+            f'"{sys.executable}" -m pip install -r "{ROOT / "requirements.txt"}"\n'
         )
         return 2
     return int(run(command))

@@ -52,9 +52,7 @@ def attach_text_encoders(
     model: nn.Module, wanted: str, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
 ) -> None:
     """See HostModel.attach_text_encoders. wanted: their class. path: of the diffusion model.
-
-    Raises: ValueError for files of other encoders than the captions' tokens are of, or than this model is given.
-    """
+    Raises: ValueError for files of other encoders than the captions' tokens are of, or than this model is given."""
     clip = load_clip_files(files, kind, path)
     name = HostClip(clip)
     if name.fingerprint != fingerprint:
