@@ -27,7 +27,8 @@ class ProgressLine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream if stream is not None and stream.isatty() else None
-        self._say, self._due = say, defaultdict(lambda: NowAndThen(interval_s, clock))
+        self._say = say
+        self._due: defaultdict[str, NowAndThen] = defaultdict(lambda: NowAndThen(interval_s, clock))
         self._bar: Any = None
         self._what = ""
 
