@@ -75,8 +75,7 @@ def test_the_command_goes_on_with_comfyuis_python_and_the_same_arguments(tmp_pat
     python = comfyui / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "print(json.dumps([os.getpid(), *sys.argv]))\nexit(7)\n"
+        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getpid(), *sys.argv]))\nexit(7)\n"
     )
     python.chmod(0o755)
     code = (
