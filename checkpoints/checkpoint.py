@@ -24,8 +24,7 @@ from typing import Any, Literal
 from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
-from .gguf_header import read_model_header
-from .header import FileHeader, TensorRecord
+from .header import FileHeader, TensorRecord, read_model_header
 from .model_class import (
     described,
     differences,

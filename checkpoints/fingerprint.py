@@ -18,7 +18,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .gguf_header import GGUF_ENDING, read_open_header
+from .header import GGUF_ENDING, read_open_header
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ Layers are read, computed in float32 and written one at a time. Every tool says 
     scale      the same times a number
     merge      the sum over files of weight times change. Of LoRA: A stacked, B side by side, the rank a sum of ranks
     resize     the best approximation of a lower rank (Eckart, Young 1936). Of LoRA by QR of B and A^T, and SVD of R x R
-    extract    the same of tuned - base, by a randomized SVD (lora_extract.py)
+    extract    the same of tuned - base, by a randomized SVD
     convert    what lora_file.py writes of it (lora_convert.py)
 
 New factors have the strength in B, and an alpha that is their rank. What metadata say of rank, alpha and hashes of the
@@ -22,30 +22,37 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..families.naming import find_by_diffusers, find_by_original
+from ..families.registry import FAMILIES
 from ..version import VERSION
 from . import lora_start
+from .header import TensorRecord
 from .lora_change import (
     DIFFUSERS,
     KOHYA,
+    ORIGINAL,
     Base,
     Energy,
+    Rows,
     added_rows,
     changed_rows,
     cut_rank,
     low_rank,
+    model_records,
     needs_weight,
+    spans_of,
     title_of,
 )
 from .lora_file import ALPHA, DORA, FIRST, MAGNITUDE, A, B, Layer
 from .lora_start import Names, is_text_layer, layer_size
-from .weight_file import WeightReader, open_weights, write_tensors
+from .weight_file import WeightReader, open_weights, read_rows, write_tensors
 
 Tensors = Iterator[tuple[str, Tensor]]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -303,3 +310,75 @@ def _refuse_lacking(
     if lacking:
         tool = "" if is_added else "devicebridge lora merge FILE:NUMBER with "
         raise ValueError(f"{file.path}: {layer} is a {title}; give {tool}{', and '.join(lacking)}")
+
+
+# ---- extract
+
+
+def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloat16) -> Result:
+    """A model less another, layer by layer, at this rank. Layers that are alike are left out.
+
+    Base is rounded to tuned's number type first, so that a weight that was not trained gives zeros.
+
+    Raises: ValueError for files that differ in names or shapes, and for rounded weights.
+    """
+    (ours, outside), (theirs, _) = model_records(tuned), model_records(base)
+    for name in ours | theirs:
+        one, other = (list(of[name].shape) if name in of else "missing" for of in (ours, theirs))
+        if one != other:
+            raise ValueError(f"{name} is {one} in {tuned} and {other} in {base}; give files of one model and layout")
+    layers = [name.removesuffix(".weight") for name, record in ours.items() if _is_layer(name, record)]
+    is_diffusers = any(
+        all(find_by_diffusers(layer, family.renames) for layer in layers)
+        and not all(find_by_original(layer, family.renames) for layer in layers)
+        for family in FAMILIES.values()
+    )
+
+    def tensors() -> Tensors:
+        with ExitStack() as stack:
+            files = {record.file for records in (ours, theirs) for record in records.values()}
+            readers = {file: stack.enter_context(open_weights(file, is_model=True)) for file in files}
+            for name, record in ours.items():
+                rows, columns = _less(readers, record, theirs[name]), math.prod(record.shape[1:])
+                if not any(bool(rows(*each).any()) for each in spans_of((*record.shape, 1)[0], columns)):
+                    continue
+                if not _is_layer(name, record):
+                    result.left_out.append(name)
+                    continue
+                layer = (DIFFUSERS if is_diffusers else ORIGINAL) + name.removesuffix(".weight")
+                down, up, energy = low_rank(rows, (record.shape[0], columns), rank)
+                result.note(layer, len(down), energy)
+                more = (1,) * (len(record.shape) - 2)
+                yield f"{layer}.{A}", finite(down.reshape(-1, *record.shape[1:]), dtype, f"{name} of {tuned}")
+                yield f"{layer}.{B}", finite(up.reshape(*up.shape, *more), dtype, f"{name} of {tuned}")
+                if not is_diffusers:
+                    yield f"{layer}.{ALPHA}", torch.tensor(float(len(down)))
+
+    if not is_diffusers and (tuned.is_dir() or "conv_in.weight" in ours):  # a UNet of diffusers
+        raise ValueError(f"{tuned} has names that no loader is known to read; give both files as ComfyUI has them")
+    return (result := Result(tensors(), f"{tuned.name} - {base.name}, rank {rank}", {}, left_out=outside))
+
+
+def _is_layer(name: str, record: TensorRecord) -> bool:
+    return name.endswith(".weight") and len(record.shape) > 1
+
+
+def _less(readers: Mapping[Path, WeightReader], ours: TensorRecord, theirs: TensorRecord) -> Rows:
+    """Rows of a tensor less another, float32, as a matrix; they raise ValueError for numbers that are not finite."""
+
+    def rows(start: int, end: int) -> Tensor:
+        mine, other = (
+            read_rows(readers[each.file], each, start, end)
+            if each.shape
+            else readers[each.file].get_tensor(each.key)[None]
+            for each in (ours, theirs)
+        )
+        change = mine.float() - other.to(mine.dtype).float()
+        for reader in readers.values():
+            reader.release()
+        if not torch.isfinite(change).all():
+            found = f"{ours.key} is not finite in {ours.file} or {theirs.file}, as {ours.dtype}"
+            raise ValueError(f"{found}; give other files")
+        return change.flatten(1) if change.ndim > 1 else change
+
+    return rows

@@ -8,7 +8,7 @@ where s is written and how the type is said:
                                   or _quantization_metadata in the header say {"format": ...} of each layer
     plain casts                   float8 weights, often of norms and biases too, without any scale: s = 1
     our own cache                 X.weight, X.weight_scale, the rotation in its index (quantized_cache.py)
-    GGUF                          X.weight, in blocks with their scales (gguf_header.py); nothing else of X
+    GGUF                          X.weight, in blocks with their scales (header.py); nothing else of X
 
 Files are often mixed: a float8 tensor that nothing announces is a plain cast, even in a file with scales. Scales of
 activations are not read. ComfyUI's int8 files may be rotated ("convrot") with other signs than ours. Other 4-bit and

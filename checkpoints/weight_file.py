@@ -22,8 +22,15 @@ import torch
 
 from ..quantization.stored import PACKINGS, restore
 from ..system.files import write_atomically
-from .gguf_header import read_open_header
-from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header, refuse_no_file
+from .header import (
+    AGAIN,
+    FileHeader,
+    TensorEntry,
+    TensorRecord,
+    read_file_header,
+    read_open_header,
+    refuse_no_file,
+)
 
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
 _PIECE_BYTES = 2**24  # of a copy

@@ -76,7 +76,7 @@ def _share(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """One tool on its files. Raises: ValueError naming the file and what is wrong with it."""
-    from ..checkpoints import lora_convert, lora_extract
+    from ..checkpoints import lora_convert
     from ..checkpoints import lora_tools as tools
     from ..checkpoints.lora_change import open_base
 
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         tools.refuse_place(options.output)
         dtype = tools.DTYPES.get(options.dtype)
         if options.tool == "extract":
-            made = lora_extract.extract(options.tuned, options.base, options.rank, dtype or tools.DTYPES["bfloat16"])
+            made = tools.extract(options.tuned, options.base, options.rank, dtype or tools.DTYPES["bfloat16"])
         elif options.tool == "convert":
             made = lora_convert.convert(
                 stack.enter_context(tools.open_lora(options.file)), options.to, options.family, dtype

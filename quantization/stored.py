@@ -98,7 +98,7 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
     torch.mul(scales[..., None], numbers.reshape(-1, 16, 16), out=out.view(-1, 16, 16))
 
 
-# By GGUF's names. What is not here is refused by checkpoints/gguf_header.py.
+# By GGUF's names. What is not here is refused by checkpoints/header.py.
 PACKINGS: Mapping[str, Packing] = {
     "Q4_0": Packing(
         32, 18, (0,), lambda x, out: torch.mul(_half(x, 0), _nibbles(x[:, 2:]).view(torch.int8) - 8, out=out)

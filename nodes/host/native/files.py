@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
-from ....checkpoints.gguf_header import read_model_header
+from ....checkpoints.header import read_model_header
 from ....checkpoints.header import read_header
 from ....checkpoints.model_files import first
 from ....config.job import JobConfig

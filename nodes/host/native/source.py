@@ -14,7 +14,7 @@ import torch
 
 from ....checkpoints.checkpoint import OF_PAIR, WAN_22, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
-from ....checkpoints.gguf_header import read_model_header
+from ....checkpoints.header import read_model_header
 from ....checkpoints.header import FLOAT_TYPES, TensorRecord
 from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first

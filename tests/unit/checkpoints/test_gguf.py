@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.checkpoints import gguf_header
+from devicebridge.checkpoints import header
 from devicebridge.checkpoints.fingerprint import file_fingerprint
-from devicebridge.checkpoints.gguf_header import read_model_header
-from devicebridge.checkpoints.header import read_header
+from devicebridge.checkpoints.header import read_header, read_model_header
 from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights, read_records, read_rows
 from devicebridge.quantization import stored
@@ -160,4 +159,4 @@ def test_every_packing_is_one_of_the_header(tmp_path: Path) -> None:
     for name, kind in KINDS.items():
         packed = stored.PACKINGS[name]
         assert (packed.values, packed.num_bytes, packed.halves) == (kind.values, kind.size, kind.halves)
-        assert gguf_header._TYPES[kind.number] == name
+        assert header._TYPES[kind.number] == name
