@@ -203,7 +203,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-# ---- GGUF, all numbers little-endian. "GGUF", version, how many tensors and settings; settings, each a name, a type and
+# ---- GGUF, all numbers little-endian. "GGUF", version, how many tensors and settings; settings, each a name, type and
 # a value; tensors, each a name, its sides (the last one first), a type and where it begins; the weights, each padded to
 # a multiple of the alignment. Sides that GGUF has no room for stand in settings of ComfyUI-GGUF's converter.
 
