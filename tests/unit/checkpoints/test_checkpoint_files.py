@@ -99,15 +99,6 @@ def test_sharded_folder_from_any_of_its_paths(name, tmp_path):
             read_checkpoint(path)
 
 
-def test_a_lone_transformer_folder_has_no_pipeline(tmp_path):
-    TINY["wan"].make_model().save_pretrained(tmp_path)
-    assert read_checkpoint(tmp_path).pipeline_folder is None
-
-
-def _prefixed(tensors, prefix):
-    return {prefix + name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
 @pytest.mark.parametrize("layout", ["original", "diffusers"])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -118,7 +109,8 @@ def test_single_files_of_both_layouts_with_and_without_prefix(name, layout, pref
         tensors = stack_tensors(FAMILIES[name], tensors)
     others = {"vae.decoder.conv_in.weight": torch.zeros(2), "text_encoders.t5.logit_scale": torch.zeros(1)}
     bundled = others if prefix == "model.diffusion_model." else {}
-    save_file({**_prefixed(tensors, prefix), **bundled}, tmp_path / "model.sft")
+    tensors = {prefix + name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file({**tensors, **bundled}, tmp_path / "model.sft")
     info = read_checkpoint(tmp_path / "model.sft")
     assert (info.layout, info.family.name, info.variant.name) == (layout, name, f"tiny-{name}")
     assert info.pipeline_folder is None
@@ -131,7 +123,7 @@ def test_norms_in_comfyuis_spelling_and_shards_under_original_names(tiny_variant
     tensors = {name.replace("_norm.scale", "_norm.weight"): tensor for name, tensor in tensors.items()}
     names = sorted(tensors)
     for index, part in enumerate((names[::2], names[1::2]), 1):
-        save_file(_prefixed({n: tensors[n] for n in part}, ""), tmp_path / f"x-0000{index}-of-00002.safetensors")
+        save_file({n: tensors[n].contiguous() for n in part}, tmp_path / f"x-0000{index}-of-00002.safetensors")
     for path in (tmp_path / "x-00002-of-00002.safetensors", tmp_path):
         _assert_same_model(load_transformer(read_checkpoint(path), _on_cpu, torch.float32), expected)
     (tmp_path / "x-00001-of-00002.safetensors").unlink()
@@ -223,20 +215,22 @@ def _write_full_folder(folder, family, config, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "is_said"),
+    ("name", "variant", "num_others"),
     [
-        ("Wan2_2-T2V-A14B-LOW_fp8_e4m3fn_scaled_KJ", "wan2.2-t2v-a14b-low", False),
-        ("wan22_T2V_HIGH-Q8", "wan2.2-t2v-a14b-high", False), ("Wan-2.2_14B_lowNoise", "wan2.2-t2v-a14b-low", False),
-        ("Wan2.2-HIGH-LOW_merged", "wan2.1-t2v-14b", True), ("wan 2.2 t2v from wan2.1", "wan2.1-t2v-14b", True),
-        ("Wan2_1-T2V-LOW_vram", "wan2.1-t2v-14b", False), ("my_wan_LOW_", "wan2.1-t2v-14b", True),
+        ("wan2.2_t2v_high_noise_14B", "wan2.2-t2v-a14b-high", 0), ("Wan22-lowNoise", "wan2.2-t2v-a14b-low", 0),
+        ("Wan2_1-T2V-14B_fp8", "wan2.1-t2v-14b", 0), ("wan2.2_high_noise_low_noise", "wan2.1-t2v-14b", 2),
+        ("Wan2_2-T2V-A14B-LOW_fp8_e4m3fn_scaled_KJ", "wan2.2-t2v-a14b-low", 0),
+        ("wan22_T2V_HIGH-Q8", "wan2.2-t2v-a14b-high", 0), ("Wan-2.2_14B_lowNoise", "wan2.2-t2v-a14b-low", 0),
+        ("Wan2.2-HIGH-LOW_merged", "wan2.1-t2v-14b", 2), ("wan 2.2 t2v from wan2.1", "wan2.1-t2v-14b", 2),
+        ("Wan2_1-T2V-LOW_vram", "wan2.1-t2v-14b", 0), ("my_wan_LOW_", "wan2.1-t2v-14b", 2),
     ],
 )  # fmt: skip
-def test_a_file_is_the_expert_that_its_name_says(name, variant, is_said, tmp_path, monkeypatch):
+def test_a_file_is_the_expert_that_its_name_says(name, variant, num_others, tmp_path, monkeypatch):
     file, wan = tmp_path / f"{name}.safetensors", FAMILIES["wan"]
     size = _write_header(file, _full_shapes(wan, wan.variant("wan2.1-t2v-14b").transformer_config, "original"))
     monkeypatch.setattr(os.path, "getsize", lambda _: size)
     info = read_checkpoint(file)
-    assert (info.variant.name, bool(info.others)) == (variant, is_said)
+    assert (info.variant.name, len(info.others)) == (variant, num_others)
 
 
 def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monkeypatch, caplog):
@@ -259,22 +253,6 @@ def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monke
     assert "wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low" in said[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "num_others"),
-    [
-        ("wan2.2_t2v_high_noise_14B", "wan2.2-t2v-a14b-high", 0), ("Wan22-lowNoise", "wan2.2-t2v-a14b-low", 0),
-        ("Wan2_1-T2V-14B_fp8", "wan2.1-t2v-14b", 0), ("wan2.2_high_noise_low_noise", "wan2.1-t2v-14b", 2),
-    ],
-)  # fmt: skip
-def test_a_file_of_one_of_two_experts_is_told_by_its_name(name, variant, num_others, tmp_path, monkeypatch):
-    wan = FAMILIES["wan"]
-    file = tmp_path / f"{name}.safetensors"
-    size = _write_header(file, _full_shapes(wan, wan.variant("wan2.1-t2v-14b").transformer_config, "diffusers"))
-    monkeypatch.setattr(os.path, "getsize", lambda _: size)
-    info = read_checkpoint(file)
-    assert (info.variant.name, len(info.others)) == (variant, num_others)
-
-
 def test_image_to_video_is_told_from_text_to_video(tmp_path, monkeypatch):
     wan = FAMILIES["wan"]
     config = wan.variant("wan2.2-i2v-a14b-low").transformer_config
@@ -291,6 +269,7 @@ def test_image_to_video_is_told_from_text_to_video(tmp_path, monkeypatch):
 def test_a_folder_of_its_own_size_is_not_taken_for_one_with_other_inputs(tmp_path):
     small = tmp_path / "small"
     TINY["wan"].make_model(in_channels=12).save_pretrained(small)
+    assert read_checkpoint(small).pipeline_folder is None  # no model folder around it
     assert read_checkpoint(small).variant.name == "wan2.2-i2v-a14b-high"
     TINY["flux1"].make_model(in_channels=24, out_channels=4).save_pretrained(tmp_path / "fill")
     with pytest.raises(ValueError, match=r"takes a condition .*24 channels in, 4 out.* no FLUX\.1 here does"):
@@ -344,24 +323,18 @@ def _flux1_file(folder, change):
     return _write_header(folder / "model.safetensors", shapes)
 
 
-def _fill(shapes):
-    shapes["img_in.weight"] = (3072, 384)
-
-
-def _lose_a_bias(shapes):
-    del shapes["img_in.bias"]
-
-
-def _gain_a_tensor(shapes):
-    shapes["img_emb.proj.weight"] = (4, 4)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_fill, r"Against flux1-dev: 1 mismatched: x_embedder.weight is \[3072, 384\] and should be \[3072, 64\]"),
-        (_lose_a_bias, r"Against flux1-dev: 1 missing: x_embedder.bias"),
-        (_gain_a_tensor, r"resembles FLUX.1, but 1 of its 781 tensors have no place there: img_emb.proj.weight"),
+        (
+            lambda shapes: shapes.update({"img_in.weight": (3072, 384)}),
+            r"Against flux1-dev: 1 mismatched: x_embedder.weight is \[3072, 384\] and should be \[3072, 64\]",
+        ),
+        (lambda shapes: shapes.pop("img_in.bias"), r"Against flux1-dev: 1 missing: x_embedder.bias"),
+        (
+            lambda shapes: shapes.update({"img_emb.proj.weight": (4, 4)}),
+            r"resembles FLUX.1, but 1 of its 781 tensors have no place there: img_emb.proj.weight",
+        ),
     ],
 )
 def test_models_that_only_resemble_a_supported_one(change, message, tmp_path, monkeypatch):
@@ -418,12 +391,11 @@ def test_other_safetensors_files_are_refused_by_what_they_are(kind, tmp_path):
         read_checkpoint(tmp_path / "file.safetensors")
 
 
-def _safetensors_bytes():
-    return safetensors.torch.save(_tensors("img_in.weight"))
-
-
 DAMAGED = {
-    "header.safetensors": (lambda: _safetensors_bytes()[:30], "is cut short inside its header"),
+    "header.safetensors": (
+        lambda: safetensors.torch.save(_tensors("img_in.weight"))[:30],
+        "is cut short inside its header",
+    ),
     "nothing.safetensors": (lambda: b"", r"\(0 bytes\) is not a safetensors file"),
     "noise.safetensors": (lambda: b"\xff" * 200, "is not a safetensors file"),
     "nojson.safetensors": (lambda: struct.pack("<Q", 9) + b"{{{{{{{{{", "its header is no JSON"),
