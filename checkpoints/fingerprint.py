@@ -1,10 +1,9 @@
 """Hashes of files, weights and settings by their content: a moved or renamed file has the same one.
 
-Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files are sampled: the size,
-the whole safetensors header (every name, type, shape and offset) and `_SAMPLE_BYTES` at the start, the middle and the
-end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly everywhere, so three
-samples per tensor see it. They can miss an edit by hand of single numbers in between. Files up to `_WHOLE_FILE_BYTES`,
-which includes most VAEs and the CLIP encoders, are hashed in full. Weights in memory are sampled in the same way.
+Files up to `_WHOLE_FILE_BYTES` (most VAEs, the CLIP encoders) are hashed in full; of larger ones, which would take
+minutes of disk time before every job, the size, the header, and `_SAMPLE_BYTES` at the start, the middle and the end of
+every tensor. Fine-tuning, merging, quantizing or swapping changes a tensor nearly everywhere; an edit by hand of single
+numbers may be missed. Weights in memory are sampled in the same way.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """A transformer read tensor by tensor onto the devices it will live on.
 
-A layer of a quantized file keeps its weight if it is to be quantized anyway and the scheme can multiply with that type;
-all others are dequantized.
-
-Number types follow diffusers' from_pretrained, so that both give equal models. Weights become the requested type, but
-those of the modules that the class itself lists in _keep_in_fp32_modules (of Wan: time embedder, norms with weights,
-modulation tables), which become float32.
+A layer of a quantized file keeps its weight if it is to be quantized and the scheme can multiply with that type; others
+are dequantized. Number types are those of diffusers' from_pretrained: the requested one, but float32 for the modules in
+the class's _keep_in_fp32_modules (of Wan: time embedder, norms with weights, modulation tables).
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """What a layer of a LoRA file changes of a weight, some rows at a time, and the best approximation of a lower rank.
 
-D is what a layer adds, by kind, with the strength in it:
-
-    LoRA    B A
-    LoKr    kron(W1, W2), whose row n is that of W1 at n / rows of W2, times that of W2 at n modulo them
-    LoHa    (W1a W1b) * (W2a W2b), value by value
-
-With a magnitude m (DoRA, DoKr) the weight W is needed, too: ComfyUI's dora_scale makes m (W + D) / |W| of it, row by
+D, what a layer adds with the strength in it, is B A of LoRA, kron(W1, W2) of LoKr, and (W1a W1b) * (W2a W2b), value by
+value, of LoHa. With a magnitude m the weight W is needed, too: ComfyUI's dora_scale makes m (W + D) / |W| of it, row by
 row, PEFT's magnitude m (W + D) / |W + D|. OFT makes R^T W of each block of rows (patches/lora_linear.py).
 
-A matrix [out, in] is nowhere made as a whole that is larger than _HELD numbers. Rows come from a function, which is
-called some ten times for each in a randomized SVD (Halko, Martinsson, Tropp, arXiv 0909.4061).
+No matrix [out, in] of more than _HELD numbers is made as a whole. Rows come from a function, which a randomized SVD
+(Halko, Martinsson, Tropp, arXiv 0909.4061) calls some ten times for each.
 """
 
 from __future__ import annotations

@@ -9,31 +9,23 @@ As in ComfyUI 0.33.0 and diffusers 0.42.1; tests/unit/checkpoints/test_lora_read
                 magnitudes; nothing of Wan
     both        all                                           all; Wan only without DoRA
 
-"original" has the makers' names with ComfyUI's prefix, `diffusion_model.<name>.lora_A.weight`, `.lora_B.weight`,
-`.alpha` and, for DoRA, `.dora_scale` [out, 1]. It always has an alpha, since a file without one is applied with
-strength 1. "diffusers" has `transformer.<fqn>...`, DoRA's magnitude as PEFT names it, and the strength multiplied into
-B. "both" has the strength in B, no alpha, and those names that the two loaders share (`shared_lora_names`):
-
-- diffusers' (FLUX). DoRA's magnitude is there twice: as PEFT names it, which ComfyUI logs and skips, and as dora_scale,
-  restated for ComfyUI's arithmetic, which diffusers logs and skips. Layers that ComfyUI does not find under diffusers'
-  names (`unread_lora`) are there twice too, the second time as `lora_unet_<original>`, which diffusers skips.
-- the original (Wan). diffusers refuses DoRA's magnitude there, and ComfyUI knows no other name for it.
+"original" has the makers' names with ComfyUI's prefix, DoRA's magnitude as `.dora_scale` [out, 1], and always an alpha,
+for without one the strength is 1. "diffusers" has `transformer.<fqn>...`, the magnitude as PEFT names it, and the
+strength in B. "both" has the strength in B, no alpha, and names that the two loaders share (`shared_lora_names`): of
+FLUX diffusers', with the magnitude as PEFT's and as ComfyUI's, of which each loader skips one; what ComfyUI does not
+find under them (`unread_lora`) is there twice. Of Wan the original.
 
 Where the original stacks several diffusers layers (qkv), their LoRAs become one, block-diagonal:
 
     [B_q 0  ] [A_q]     with A stacked, B on the diagonal, and alpha times the number n of stacked LoRAs, for the
     [0   B_v] [A_v]     rank is n times larger and the strength alpha / rank stays.
 
-A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights and is
+A layer that was not trained has no columns in B and zeros in its rows; with DoRA that would need its weights and is
 refused. ComfyUI computes DoRA otherwise than PEFT and the paper: docs/internals/upstream_facts.md.
 
-LoKr's Kronecker product, LoHa's product of values and OFT's blocks fit their layer's own rows, so those of q, k and v
-cannot be written as one of qkv. Such layers have diffusers' names where ComfyUI maps these onto rows, all others the
-makers'. The strength is in the first matrix, for ComfyUI reads alpha of LoKr only where a matrix is factorised, and
-divides by that matrix's own rank. Of OFT it reads alpha as a bound, which no file of ours has.
-
-LoRA of CLIP text encoders has the names of kohya's trainer: `lora_te_...` of one encoder (SD 1.5, SD 2), `lora_te1_...`
-and `lora_te2_...` of CLIP-L and CLIP-G (SDXL).
+LoKr, LoHa and OFT fit their layer's own rows, so those of q, k and v cannot be written as one. They have diffusers'
+names where ComfyUI maps these onto rows, else the makers'. The strength is in the first matrix, for ComfyUI reads alpha
+of LoKr only where a matrix is factorised, and that of OFT as a bound.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """An existing LoRA file, of any trainer, as the layers of one model: what training goes on from.
 
-Names are known as ComfyUI and diffusers' pipelines know them: the makers' and diffusers', with the prefixes of both and
-of kohya, OneTrainer, LyCORIS and PEFT, where dots may be underscores. Of one of ComfyUI's own models ComfyUI itself is
-asked (HostModel.read_lora). Whatever is not understood is refused by its name: a layer that was left out would be
-another LoRA.
+Names are the makers' and diffusers', with the prefixes of both and of kohya, OneTrainer, LyCORIS and PEFT, where dots
+may be underscores. Of its own models ComfyUI is asked (HostModel.read_lora). What is not understood is refused by its
+name: a layer that was left out would be another LoRA. A LoRA of a layer that the makers stack (qkv) is cut into those
+of its members: all of A, their own rows of B, without ranks that are zero in these rows.
 
-A LoRA of a layer that the makers stack (qkv) is cut into those of its members. Each has all of A and its own rows of B;
-ranks that are zero in these rows go, so that a file of ours becomes what it was made of.
-
-Strength is alpha / rank, with use_rslora alpha / sqrt(rank). Diffusers, and SimpleTuner with it, write alpha and rank
-into the file's metadata alone (`lora_adapter_metadata`, the values of PEFT's LoraConfig, each behind the name of its
-component). PEFT itself writes them into adapter_config.json beside adapter_model.safetensors. ComfyUI reads none of
-this. kohya's scripts write `ss_network_alpha` beside an alpha for each layer, which counts. Converters to PEFT's names
-keep that metadata and multiply alpha into the matrices.
+Strength is alpha / rank, with use_rslora alpha / sqrt(rank). diffusers and SimpleTuner write it into the metadata alone
+(`lora_adapter_metadata`, PEFT's LoraConfig by component), PEFT into adapter_config.json; ComfyUI reads neither. kohya's
+`ss_network_alpha` stands beside an alpha for each layer, which counts; converters to PEFT's names multiply that in.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Tools on LoRA files: opened, scaled, merged, cut to a lower rank, and written.
+"""Tools on LoRA files: layers are read, computed in float32 and written one at a time.
 
-Layers are read, computed in float32 and written one at a time. Every tool says what it makes of the change of a weight:
-
-    scale      the same times a number
+    scale      the change of a weight times a number
     merge      the sum over files of weight times change. Of LoRA: A stacked, B side by side, the rank a sum of ranks
     resize     the best approximation of a lower rank (Eckart, Young 1936). Of LoRA by QR of B and A^T, and SVD of R x R
     extract    the same of tuned - base, by a randomized SVD
     convert    what lora_file.py writes of it (lora_convert.py)
 
-New factors have the strength in B, and an alpha that is their rank. What metadata say of rank, alpha and hashes of the
-tensors is no longer true, and goes.
-
-A sum or a lower rank of other kinds than LoRA is a plain LoRA, by a randomized SVD of what they change
-(lora_change.py). With magnitudes, and of OFT, that depends on the model's weights. A convolution is a LoRA of its
-weight as a matrix [out, in * height * width], as ComfyUI and kohya's scripts have it.
+New factors have the strength in B, and an alpha that is their rank. What metadata say of rank, alpha and hashes goes. A
+sum or a lower rank of other kinds is a plain LoRA of what they change, which with magnitudes, and of OFT, depends on
+the model's weights. A convolution is a LoRA of its weight as a matrix [out, in * height * width].
 """
 
 from __future__ import annotations

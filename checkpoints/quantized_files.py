@@ -1,19 +1,16 @@
 """Quantized weights as checkpoint files hold them: which tensor is whose scale, and what the numbers mean.
 
-W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row. Files differ in
-where s is written and how the type is said:
+W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row:
 
     old ComfyUI ("fp8_scaled")    X.weight, X.scale_weight, perhaps X.scale_input; a tensor scaled_fp8 marks the file
     ComfyUI since 2025            X.weight, X.weight_scale, perhaps X.input_scale; X.comfy_quant, a JSON text as bytes,
                                   or _quantization_metadata in the header say {"format": ...} of each layer
     plain casts                   float8 weights, often of norms and biases too, without any scale: s = 1
-    our own cache                 X.weight, X.weight_scale, the rotation in its index (quantized_cache.py)
     GGUF                          X.weight, in blocks with their scales (header.py); nothing else of X
 
-Files are often mixed: a float8 tensor that nothing announces is a plain cast, even in a file with scales. Scales of
-activations are not read. ComfyUI's int8 files may be rotated ("convrot") with other signs than ours. Other 4-bit and
-block-scaled formats are refused by name. Nothing is guessed: a scale without its weight, of odd size, twice, or not
-positive is an error that names the tensor.
+Files are often mixed: a float8 tensor that nothing announces is a plain cast. Scales of activations are not read.
+ComfyUI's int8 files may be rotated ("convrot") with other signs than ours. Other formats are refused by name, and a
+scale without its weight, of odd size, twice, or not positive by the tensor's: nothing is guessed.
 """
 
 from __future__ import annotations

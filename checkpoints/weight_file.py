@@ -1,8 +1,7 @@
 """Weights in a safetensors or GGUF file, tensor by tensor, also where the file is larger than the machine's memory.
 
-A file is mapped into memory, which costs nothing and is as fast as the disk. The safetensors library asks for a mapping
-with memory behind every page. Linux refuses one that is larger than the sum of memory and swap: the 64 GB of FLUX.2 in
-one file on a computer of 32 GB.
+A file is mapped into memory, which costs nothing and is as fast as the disk. The safetensors library asks for memory
+behind every page, which Linux refuses where the file (64 GB of FLUX.2) is larger than memory and swap.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """How the layers of a block are divided among devices that compute it together (tensor parallelism), as data.
 
-After Megatron-LM (https://arxiv.org/abs/1909.08053): attention is divided by heads and the MLP by hidden features. A
-column-parallel linear has its output features divided, and the row-parallel one behind it its input features. The
-outputs of the latter are partial sums, so every device adds up those of all.
-
-A packed linear, such as [q | k | v | gate | up], is divided part by part: one contiguous slice of it would give one
-device all queries and the other all values.
+After Megatron-LM (https://arxiv.org/abs/1909.08053): attention by heads, the MLP by hidden features. A column-parallel
+linear has its output features divided, and the row-parallel one behind it its input features; its outputs are partial
+sums, which every device adds up. A packed linear, such as [q | k | v | gate | up], is divided part by part.
 """
 
 from __future__ import annotations

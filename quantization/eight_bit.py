@@ -1,26 +1,21 @@
 """8-bit products for frozen linears that pass gradients on: 8-bit weights, 8-bit products forwards and backwards.
 
-A weight that is only stored in few bits is multiplied plainly (stored.py): made plain in the forward, and again in the
-backward, a piece at a time.
-
 Legend: M rows (tokens of the whole batch), K in_features, N out_features, B width of a rotated block. A weight W [N, K]
 is stored as q in 8 bits with a float32 scale s per output row, W = s * q. Every call rounds rows of x to a with scales
-t, and rows of gy * s to h with scales u:
+t, and rows of gy * s to h with scales u (s stands on the dim that grad_input contracts):
 
     forward      y[m, n]  = t_m * s_n * sum_k a[m, k] q[n, k]  + bias_n
     grad_input   gx[m, k] = u_m * sum_n h[m, n] q[n, k]
 
-s stands on the dim that grad_input contracts, hence it goes into gy before gy is rounded. q has no gradient, and no
-activation is kept. A row of zeros gives zeros; a row with an infinity or NaN gives NaN in that row and nowhere else.
+q has no gradient, and no activation is kept. A row of zeros gives zeros; one with an infinity or NaN gives NaN in that
+row alone. A weight that is only stored in few bits is made plain (stored.py) in the forward and again in the backward,
+a piece at a time, as is one where size or device rule 8 bits out.
 
-Rows of int8 may be rotated first, which spreads their outliers. With an orthogonal R, x W^T = (x R) (W R)^T. R is
-block-diagonal with blocks of B = 16, 64 or 256: Hadamard matrices times 1 / sqrt(B), whose entries are exact in every
-format. Their rows carry the signs of the Rudin-Shapiro sequence, or a mean would become an outlier. Weights are rotated
-once, and x whenever it is rounded; grad_input is rotated back. The N dim of gy is not rotated.
-
-Where size or device rule 8 bits out, a piece of q at a time becomes a plain weight. CUDA's rules for shapes are
-asserted on every device, so that a CPU test finds the fault. Formats, their noise, and what was not done:
-docs/decisions/0005-eight-bit-linears.md.
+Rows of int8 may be rotated first, which spreads their outliers: x W^T = (x R) (W R)^T. R is block-diagonal with blocks
+of B = 16, 64 or 256: Hadamard matrices times 1 / sqrt(B), exact in every format, whose rows carry the signs of the
+Rudin-Shapiro sequence, or a mean would become an outlier. Weights are rotated once, x whenever it is rounded,
+grad_input back; gy is not rotated. CUDA's rules for shapes are asserted on every device. Formats, their noise, and what
+was not done: docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations

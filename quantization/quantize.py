@@ -4,10 +4,9 @@
     fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
     stored                       as the file has each layer, GGUF among them; multiplied in full precision (stored.py)
 
-In full precision stay what the family names in keep_full_precision, and every module that is no nn.Linear. With stored,
-which rounds nothing, it is what the file has so, and what is outside the blocks. LoRA is attached afterwards.
-
-A loader hands over each layer as it arrives, so that one layer at a time is in full precision. Nothing can be undone.
+In full precision stay what the family names in keep_full_precision, and every module that is no nn.Linear; with stored
+what the file has so, and what is outside the blocks. A loader hands over each layer as it arrives, so that one at a
+time is in full precision. Nothing can be undone.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Weights as files hold them in few bits, made plain again a piece at a time: what a frozen layer and a loader share.
 
 Three kinds: a number in 8 bits per weight with a scale per row; the same, its columns rotated in blocks; blocks of GGUF
-("packed"), each a run of weights of one row with its own scales. All arithmetic is float32, rounded once to what is
-asked for, so that a layer which computes with them has the bits of a model that was made plain while loading.
-
-A packed weight is uint8, a row of the weight per row: [N, K / values * num_bytes] (see Packing). The layouts of a block
-are those of ggml-common.h (MIT), its formulas those of ggml-quants.c; nothing else of a file says how to read them.
+("packed", uint8 [N, K / values * num_bytes]), each a run of weights of one row with its own scales. All arithmetic is
+float32, rounded once, so that a layer has the bits of a model that was made plain while loading. The layouts of a block
+are those of ggml-common.h (MIT), its formulas those of ggml-quants.c.
 """
 
 from __future__ import annotations

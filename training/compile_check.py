@@ -1,13 +1,10 @@
 """Before the first step: whether compiled blocks compute what uncompiled ones do, in outputs and gradients.
 
 Every block is compared alone, with the inputs that it has in the model and one random gradient of its outputs. A second
-pass through the uncompiled block says how far rounding explains a difference: its inputs and gradient are off by as
-much as their type rounds them. What is further off is looked at again, with other random numbers.
-
-What passes a block by would hide what the block adds, and is taken off. The inputs that pass by are scaled to a
-sixteenth: behind the block's first norm all is as it was, and the gradient through that norm is sixteen times longer.
-The half of a fresh LoRA that is zero is not zero meanwhile. Of large tensors a part is looked at. Reasons and figures:
-docs/decisions/0012-compiled-gradients.md.
+uncompiled pass, its inputs and gradient off by as much as their type rounds them, says what rounding explains. What is
+further off is looked at again, with other random numbers. What passes a block by would hide what it adds: it is taken
+off, and scaled to a sixteenth, which the block's first norm undoes. The half of a fresh LoRA that is zero is not zero
+meanwhile. Reasons and figures: docs/decisions/0012-compiled-gradients.md.
 """
 
 from __future__ import annotations

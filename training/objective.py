@@ -1,9 +1,8 @@
 """Which noise level a sample is trained at, what the model should predict there, what it predicts, and the loss.
 
 Flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the target is the velocity e - x. A timestep is
-drawn as a quantile u of a base distribution (uniform, or the logistic function of a normal), then shifted towards
-noise: t' = s t / (1 + (s - 1) t). Quantiles serve training (u random), evaluation (u fixed), and the experts of Wan
-2.2 and ranges of noise levels (u restricted so that t' stays in the range). One of ComfyUI's own models
+drawn as a quantile u of a base distribution, in training at random, in evaluation fixed, for experts and ranges of
+noise levels restricted; then shifted towards noise: t' = s t / (1 + (s - 1) t). One of ComfyUI's own models
 (ModelFamily.host) makes noise and target of t' by its own rules.
 
 Everything random is drawn on the CPU from a generator seeded by what it is for (seed, step, ...). So a run is the same

@@ -1,8 +1,7 @@
 """The checkpoints of a run: full states on disk, complete or not there at all.
 
-A checkpoint is a folder that is written under a temporary name, synced and renamed, so one that carries its final name
-is whole. Later damage is found when it is read: state.json holds the digests of the other files, and of itself.
-Tensors are safetensors, everything else is JSON. Nothing is pickled, so a checkpoint from anywhere is safe to open.
+A checkpoint is a folder that is written under a temporary name, synced and renamed. state.json holds the digests of the
+other files, and of itself, so that later damage is found. Tensors are safetensors, everything else is JSON.
 """
 
 from __future__ import annotations

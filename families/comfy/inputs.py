@@ -2,7 +2,7 @@
 
 Such an entry is what ComfyUI hands from node to node, less the batch: {"samples"} and where there is one {"noise_mask"}
 of a LATENT, {"cond"} and where there is one {"pooled_output"} of a CONDITIONING. What its own model makes of them is
-done when they are read, so one entry serves every model, and is bit for bit what core's nodes gave.
+done when they are read, so one entry serves every model.
 """
 
 from __future__ import annotations

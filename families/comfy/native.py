@@ -1,16 +1,13 @@
 """What a row about one of ComfyUI's own model classes says: where its blocks are and what happens between them.
 
-The rows are in image.py, video.py and audio.py; the usual sizes of their texts are in text_sizes.py. They were read in
-ComfyUI v0.33.0 (comfy/ldm/...), forward by forward; tests/comfy/test_native_families.py builds every class and compares
-a split with an unsplit forward. Classes of later versions say in `evidence` what was done with them. A class without a
-row is relayed: right for any model whose blocks are called as modules, which parallel/block_lists.py finds.
+Rows are in image.py, video.py and audio.py, read in ComfyUI v0.33.0 (comfy/ldm/...), forward by forward; tests/comfy/
+test_native_families.py builds every class and compares a split with an unsplit forward. Classes of later versions say
+in `evidence` what was done with them. A class without a row is relayed: right for any whose blocks are called as
+modules, which parallel/block_lists.py finds.
 
 The code between two calls of blocks decides between stream and relay. Cutting the stream, joining text to it and adding
-a ControlNet residual (which the host hands over on the right card) keep it where it is. Adding or joining another
-tensor of the forward's own does not: that tensor is on the main device.
-
-Two kinds of class are refused, since no transport helps: blocks that are run through other methods than their call, and
-blocks that write into an argument without returning it. On another card they would write into a copy.
+a ControlNet residual keep it where it is; another tensor of the forward's own is on the main device. No transport helps
+blocks that are run through other methods than their call, or that write into an argument without returning it.
 """
 
 from __future__ import annotations
