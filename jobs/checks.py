@@ -30,7 +30,7 @@ from ..encoding.text_place import check_text_device
 from ..encoding.vae import check_vae
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
-from ..quantization.quantize import NOTHING_STORED, check_packages, refusal
+from ..quantization.quantize import NOTHING_STORED, refusal
 from ..runs.folders import NO_RUNS
 from ..system.files import go_on
 from ..training.optimizer import make_optimizer
@@ -86,7 +86,6 @@ def check_tools(plan: JobPlan) -> None:
             _check_vae(plan, vae)
     settings = job.model.quantize_settings
     if settings is not None:
-        check_packages(settings)
         if settings.scheme == "stored" and not plan.info.quantized_types:
             raise ValueError(NOTHING_STORED)
         reason = refusal(settings, placement.used_devices)

@@ -104,7 +104,7 @@ def preview_model(
         devices: that will train it; () takes every GPU, or else the CPU.
         info: the model, if it was read already, as only ComfyUI can read its own.
     Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
-        works; RuntimeError if a package is missing.
+        works.
     """
     settings, used = config.quantize_settings, find_machine(devices).devices
     if settings and (reason := refusal(settings, used)):

@@ -39,21 +39,18 @@ class _Linear8(torch.autograd.Function):
     ) -> Tensor:
         ctx.frozen = weight, scale, rotation, packing
         ctx.version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
-        ctx.bias_dtype = None if bias is None else bias.dtype
         multiply = linear8_op if torch.compiler.is_compiling() else linear8
         return multiply(x, weight, scale, bias, rotation, packing)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x = grad_bias = None
+        grad_x = None
         if ctx.version is not None and ctx.version != ctx.frozen[0]._version:  # as autograd does for what it saved
             raise RuntimeError("a frozen 8-bit weight was changed between a forward and its backward")
         if ctx.needs_input_grad[0]:
             grad_x = (grad_input8_op if torch.compiler.is_compiling() else grad_input8)(grad, *ctx.frozen)
-        if ctx.needs_input_grad[3]:
-            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, None, None, grad_bias, None, None
+        return grad_x, None, None, None, None, None
 
 
 class FrozenLinear8(nn.Linear):
@@ -138,8 +135,8 @@ class FrozenLinear8(nn.Linear):
         return restore(self.weight, self.scale.to(device), rotation, self.packing or ROWS, self.compute_dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name for it, which callers may use
-        """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of the weight."""
-        if self.weight.requires_grad:
+        """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of weight or bias."""
+        if self.weight.requires_grad or self.bias is not None and self.bias.requires_grad:
             raise RuntimeError(
                 f"the {self.scheme} weight of a frozen linear was set to require a gradient and has none; call "
                 "requires_grad_(False) on the model and train a LoRA on top"
@@ -157,11 +154,6 @@ class FrozenLinear8(nn.Linear):
         out = _Linear8.apply(rows, self.weight, self.scale, self.bias, self.rotation, self.packing)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        rotation = f", rotation={self.rotation_block}" if self.rotation_block else ""
-        packing = f", packing={self.packing}" if self.packing else ""
-        return f"{super().extra_repr()}, scheme={self.scheme}{rotation}{packing}"
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear8:
         """Let `.to`, `.half` and the like move everything, and change the type only of what may change it."""
         kept = [self.weight, self.scale, self.rotation]
@@ -176,18 +168,6 @@ class FrozenLinear8(nn.Linear):
         if after.dtype in _FULL_DTYPES:
             self.compute_dtype = after.dtype
         return super()._apply(change, recurse)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Refuse a weight of another type: copying it would round it without a scale."""
-        for name, dtype in (("weight", self.weight.dtype), ("scale", torch.float32)):
-            found = state_dict.get(prefix + name)
-            if found is not None and found.dtype is not dtype:
-                args[-1].append(
-                    f"{prefix}{name} is {found.dtype} in the state dict and {dtype} in a {self.scheme} layer; load a "
-                    "state dict of the same scheme, or load the plain linear and round it with from_linear"
-                )
-                return
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def is_autocasting(x: Tensor) -> bool:

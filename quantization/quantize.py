@@ -14,11 +14,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
 from ..families.spec import ModelFamily
@@ -46,7 +44,6 @@ NOTHING_STORED = (
 )
 # Of a float8, without its sign: the smallest that is no number.
 _NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
-_OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type, and float8 would round it
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,9 @@ class FileFormat:
 
 
 class Quantizer:
-    """Converts linears one at a time, as a loader hands them over. Raises: RuntimeError as check_packages."""
+    """Converts linears one at a time, as a loader hands them over."""
 
     def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
-        check_packages(settings)
         self.settings = settings
         self._family = family
         self._bytes_before: dict[str, int] = {}
@@ -204,19 +200,6 @@ def _refuse_unsound(fqn: str, stored: Stored8) -> None:
         is_sound = not any(((bits & 0x7F) >= nan).any() for bits in pieces)
     if not is_sound:
         raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
-
-
-def check_packages(settings: QuantizeSettings) -> None:
-    """Raises: RuntimeError if PEFT is too old for a scheme."""
-    try:
-        found = version("peft")
-    except PackageNotFoundError:
-        return  # then nobody attaches a LoRA with it
-    if not settings.scheme.startswith("int8") and Version(found) < Version(_OLDEST_PEFT):
-        raise RuntimeError(
-            f"{settings.scheme} needs peft {_OLDEST_PEFT} or newer and found {found}, which would round the LoRA to "
-            "float8; update peft, or use int8-compute"
-        )
 
 
 def auto_schemes(types: Mapping[str, int], able: Sequence[Scheme]) -> list[Scheme]:

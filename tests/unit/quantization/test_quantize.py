@@ -16,7 +16,6 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches.lora import lora_parameters
-from devicebridge.quantization import quantize
 from devicebridge.quantization.eight_bit import make_rotation, rotate
 from devicebridge.quantization.frozen_linear import FrozenLinear8, refuse_merge
 from devicebridge.quantization.quantize import (
@@ -28,7 +27,6 @@ from devicebridge.quantization.quantize import (
     Quantizer,
     QuantizeSettings,
     Stored8,
-    check_packages,
     full_weight,
     is_taken,
     refusal,
@@ -551,27 +549,6 @@ def test_the_cpu_and_unknown_devices_are_answered():
     assert all(refusal(QuantizeSettings(s), [torch.device("cpu")]) == "" for s in SCHEMES)
     assert "mps has no 8-bit products" in refusal(QuantizeSettings("int8-compute"), [torch.device("mps")])
     assert "use int8, which only stores" in refusal(QuantizeSettings("int8-compute"), [torch.device("mps")])
-
-
-def test_packages_a_scheme_needs_are_asked_for_before_anything_happens(monkeypatch):
-    def versions(**found: str | None) -> Callable[[str], str]:
-        def answer(package: str) -> str:
-            if found.get(package) is None:
-                raise quantize.PackageNotFoundError(package)
-            return found[package]
-
-        return answer
-
-    monkeypatch.setattr(quantize, "version", versions(peft="0.18.1"))
-    for scheme in ("fp8", "fp8-compute", "stored"):
-        with pytest.raises(RuntimeError, match=f"{scheme} needs peft 0.19 or newer and found 0.18.1"):
-            Quantizer(Family(), QuantizeSettings(scheme))
-    for scheme in ("int8", "int8-compute"):
-        check_packages(QuantizeSettings(scheme))
-    for found in (None, "0.19.0"):
-        monkeypatch.setattr(quantize, "version", versions(peft=found))
-        for scheme in SCHEMES:
-            check_packages(QuantizeSettings(scheme))
 
 
 @EVERY_VARIANT
