@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.model_class import expected_shapes
-from devicebridge.checkpoints.weight_file import write_tensors
 from devicebridge.families.naming import originals_of
 from devicebridge.families.registry import FAMILIES
 from random_checkpoint import write_hollow
+from safetensors.torch import save_file
 
 TUNED = ("double_blocks.0.", "single_blocks.0.", "single_blocks.37.")  # what differs between the two
 
@@ -55,8 +55,8 @@ def main() -> None:
         num_bytes = write_hollow(base, sizes)
         write_hollow(tuned, sizes)
         _fill(tuned)
-        write_tensors(lora, _factors(sizes, arguments.rank), {})
-        write_tensors(dokr, _dokr(sizes), {})
+        save_file(dict(_factors(sizes, arguments.rank)), lora)
+        save_file(dict(_dokr(sizes)), dokr)
         less = str(arguments.rank // 4)
         tools = {
             "merge": [str(lora), f"{lora}:0.5"],

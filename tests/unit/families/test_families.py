@@ -295,22 +295,6 @@ def test_the_first_latents_are_given_as_by_the_pipeline_of_ti2v_5b():
     assert [sorted(set(row.tolist())) for row in two["timestep"]] == [[0, 250], [0, 500]]
 
 
-def test_channels_of_image_to_video_are_those_of_latents_mask_and_condition():
-    for name in ("wan2.2-i2v-a14b-high", "wan2.2-i2v-a14b-low"):
-        variant = FAMILIES["wan"].variant(name)
-        latent = FAMILIES["wan"].latent_of(variant)
-        in_channels = variant.transformer_config["in_channels"]
-        assert in_channels == 2 * latent.channels + latent.frame_stride == 36
-        assert variant.condition == "first_frame" and variant.transformer_config["out_channels"] == 16
-    (high, low) = (FAMILIES["wan"].variant(f"wan2.2-i2v-a14b-{kind}").sigma_range for kind in ("high", "low"))
-    assert (high, low) == ((0.9, 1.0), (0.0, 0.9))
-
-
-def test_every_published_variant_is_listed_once():
-    names = [name for _, name in VARIANTS]
-    assert sorted(names) == sorted(SIZES)
-
-
 @pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
 def test_published_size_and_what_the_description_says_of_its_modules(family_name, variant_name):
     family = find_family(family_name)
@@ -397,9 +381,12 @@ def test_defaults_that_trainers_agree_on():
             has_guidance = bool(variant.transformer_config.get("guidance_embeds"))
             assert variant.training_guidance == (1.0 if has_guidance else None)
     assert flux2.variant("flux2-klein-4b").caution and flux1.variant("flux1-schnell").caution
-    high, low = (wan.variant(f"wan2.2-t2v-a14b-{part}") for part in ("high", "low"))
-    assert (*low.sigma_range, high.sigma_range[1]) == (0.0, 0.875, 1.0) and high.sigma_range[0] == 0.875
-    assert low.transformer_folder == "transformer_2"
+    for kind, boundary, channels in (("t2v", 0.875, 16), ("i2v", 0.9, 2 * 16 + 4)):  # latents, condition and its mask
+        high, low = (wan.variant(f"wan2.2-{kind}-a14b-{part}") for part in ("high", "low"))
+        assert (low.sigma_range, high.sigma_range) == ((0.0, boundary), (boundary, 1.0))
+        assert low.transformer_folder == "transformer_2" and low.encodes_condition == (kind == "i2v")
+        assert all(each.transformer_config["in_channels"] == channels for each in (high, low))
+    assert {name for _, name in VARIANTS} == SIZES.keys()
 
 
 def _default(function, name):

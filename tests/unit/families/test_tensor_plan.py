@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from devicebridge.families.comfy.token_plans import _ltx_guides
-from devicebridge.families.tensor_plan import Divided, Shares, TensorPlan, share_heads
+from devicebridge.families.tensor_plan import QKV, Divided, Shares, TensorPlan, share_heads
 
 DEVICES = range(2, 9)
 EVEN, LARGER_LAST = "even", "larger last"
@@ -71,6 +71,7 @@ def test_a_packed_layer_is_cut_part_by_part() -> None:
     # The input columns of FLUX's fused block are [attention | mlp].
     assert shares.slices(("heads", "features"), 96, 0) == [(0, 16), (32, 64)]
     assert shares.slices(("heads", "features"), 96, 1) == [(16, 32), (64, 96)]
+    assert Shares((4,), (4,), 32).slices(("heads", "heads", "features"), 100, 0) == [(0, 100)]  # neighbours become one
 
 
 def test_parts_are_repeated_as_often_as_they_fit() -> None:
@@ -80,12 +81,6 @@ def test_parts_are_repeated_as_often_as_they_fit() -> None:
     assert shares.repeated(("kv_heads",), 2 * 32) == ("kv_heads",) * 2
     with pytest.raises(ValueError, match="a dimension of 321 cannot consist of heads, heads, heads, heads, heads"):
         shares.slices(shares.repeated(("heads",), 5 * 64 + 1), 5 * 64 + 1, 0)
-
-
-def test_neighbouring_ranges_become_one() -> None:
-    shares = share_heads(4, 0, 32, (1.0, 1.0))
-    assert shares.slices(("heads", "features"), 32 + 64, 1) == [(16, 32), (64, 96)]
-    assert Shares((4,), (4,), 32).slices(("heads", "heads", "features"), 100, 0) == [(0, 100)]
 
 
 @pytest.mark.parametrize(
@@ -150,12 +145,9 @@ def test_too_few_heads_are_refused(heads, kv_heads, count, words) -> None:
 
 def test_a_dimension_of_other_parts_is_refused() -> None:
     shares = share_heads(4, 0, 32, (1, 1))
-    with pytest.raises(ValueError, match="a dimension of 95 cannot consist of heads, heads, heads"):
-        shares.slices(("heads", "heads", "heads"), 95, 0)
-    with pytest.raises(ValueError, match="a dimension of 97 cannot consist of heads, heads, heads"):
-        shares.slices(("heads", "heads", "heads"), 97, 0)
-    with pytest.raises(ValueError, match="a dimension of 65 cannot consist of heads, features, features"):
-        shares.slices(("heads", "features", "features"), 65, 0)
+    for size, parts in ((95, QKV), (97, QKV), (65, ("heads", "features", "features"))):
+        with pytest.raises(ValueError, match=f"a dimension of {size} cannot consist of {', '.join(parts)}"):
+            shares.slices(parts, size, 0)
     with pytest.raises(ValueError, match="30 features are no multiple of 4 heads"):
         shares.ranges("heads", 30)
     with pytest.raises(ValueError, match="1 features cannot be divided among 2 devices"):

@@ -48,12 +48,6 @@ def test_shift_is_the_published_formula(sampling):
     assert torch.allclose(shifted, 3 * plain / (1 + 2 * plain), atol=1e-6)
 
 
-def test_resolution_shift_of_flux_at_1024_is_3_16():
-    rule = ShiftRule("resolution", mu_at=((256, 0.5), (4096, 1.15)))
-    assert rule.factor(4096) == pytest.approx(math.exp(1.15)) == pytest.approx(3.158, abs=1e-3)
-    assert rule.factor(256) == pytest.approx(math.exp(0.5))
-
-
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
 @pytest.mark.parametrize("bounds", [(0.875, 1.0), (0.0, 0.875)])
 def test_an_expert_sees_the_family_distribution_cut_to_its_range(sampling, bounds):
