@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
-from ....checkpoints.header import read_model_header
-from ....checkpoints.header import read_header
+from ....checkpoints.header import read_header, read_model_header
 from ....checkpoints.model_files import first
 from ....config.job import JobConfig
 from ....config.model import COMFYUI

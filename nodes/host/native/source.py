@@ -14,8 +14,7 @@ import torch
 
 from ....checkpoints.checkpoint import OF_PAIR, WAN_22, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
-from ....checkpoints.header import read_model_header
-from ....checkpoints.header import FLOAT_TYPES, TensorRecord
+from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_model_header
 from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
