@@ -31,7 +31,6 @@ MOST_FILES = 5000  # of a folder, that are shown
 MOST_SHOWN = 2**26  # pixels that are decoded for a small picture: a quarter of a gigabyte
 MOST_CAPTION = 8000  # characters of a caption that is written here
 _WAIT_S = 10.0  # for another that writes the same caption, which takes a moment
-_drawing = [threading.Lock() for _ in range(16)]  # of small pictures, by chance shared by some
 _writing = threading.Lock()  # as well as a file's lock, which not every file system has
 # No model is known: any clip is taken, and sides are multiples of what most models want.
 ANY_MODEL = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
@@ -128,11 +127,9 @@ def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
 
 
 def small_picture(path: Path, side: int) -> bytes:
-    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels, decoded once. Raises:
+    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels. Raises:
     ValueError if it cannot be read, or more than MOST_SHOWN pixels would be decoded."""
-    key = (str(path), path.stat().st_mtime_ns, side)
-    with _drawing[hash(key) % len(_drawing)]:
-        return _drawn(*key)
+    return _drawn(str(path), path.stat().st_mtime_ns, side)
 
 
 @lru_cache(maxsize=1000)

@@ -3,7 +3,6 @@
 import io
 import struct
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -88,11 +87,6 @@ def test_a_caption_is_written_beside_its_image_and_what_is_none_is_refused(folde
             write_caption(folder / "c.png", text, {""})
 
 
-def test_a_small_picture_is_a_jpeg_of_the_whole_image_upright(folder: Path) -> None:
-    with Image.open(io.BytesIO(small_picture(folder / "d.jpg", 48))) as picture:
-        assert (picture.format, picture.size) == ("JPEG", (32, 48))
-
-
 def test_a_picture_of_many_pixels_is_refused_by_its_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -111,16 +105,6 @@ def test_what_is_decoded_counts_of_a_jpeg(tmp_path: Path, monkeypatch: pytest.Mo
     assert Image.open(io.BytesIO(small_picture(tmp_path / "a.jpg", 16))).size == (16, 12)
     with pytest.raises(ValueError, match="1600x1200"):
         small_picture(tmp_path / "a.png", 16)
-
-
-def test_a_picture_that_many_ask_for_at_once_is_decoded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded, load = [], ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: (decoded.append(image), load(image))[1])
-    small_picture(folder / "a.png", 32)
-    once = len(decoded)
-    with ThreadPoolExecutor(8) as threads:
-        answers = set(threads.map(lambda _: small_picture(folder / "b.png", 32), range(8)))
-    assert len(answers) == 1 and len(decoded) == 2 * once
 
 
 @pytest.mark.parametrize(

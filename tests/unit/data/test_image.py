@@ -12,13 +12,10 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.checkpoints.fingerprint import file_fingerprint
-from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import image as image_module
-from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import ImageRequest, image_fingerprint, open_image, read_pixels, read_size
 from devicebridge.data.samples import read_mask
 from devicebridge.data.video import is_clip, probe_clip
-from devicebridge.families.registry import FAMILIES
 from devicebridge.tests.clips import save_clip
 from PIL import Image
 
@@ -44,11 +41,6 @@ def test_without_a_resize_every_pixel_comes_through(picture):
     assert pixels.dtype == torch.float32 and pixels.shape == (3, 6, 9)
     assert pixels.min() >= -1 and pixels.max() <= 1
     assert np.array_equal(_bytes(pixels), values)
-
-
-def test_black_and_white_are_the_ends_of_the_range(tmp_path):
-    Image.fromarray(np.array([[0, 255]], dtype=np.uint8)).save(tmp_path / "ends.png")
-    assert read_pixels(_whole(tmp_path / "ends.png", 1, 2))[0].tolist() == [[-1.0, 1.0]]
 
 
 def test_the_whole_image_is_resized_and_then_cropped(picture):
@@ -160,17 +152,6 @@ def test_only_what_was_misread_is_encoded_anew(tmp_path: Path) -> None:
     assert anew == {(mode, "raw", 6) for mode in ("L", "P", "RGBA", "CMYK", "I;16", "I;16B")}
 
 
-@pytest.mark.parametrize("kind", ["float", "integer"])
-@pytest.mark.parametrize("name", ["a.tif", "a_mask.png"])
-def test_numbers_without_a_known_range_are_refused_when_a_dataset_is_looked_at(tmp_path, kind, name):
-    values = np.arange(64 * 64).reshape(64, 64)
-    Image.fromarray(np.zeros((64, 64), np.uint8)).save(tmp_path / "a.bmp" if "mask" in name else tmp_path / "b.png")
-    Image.fromarray(values.astype({"float": np.float32, "integer": np.int32}[kind])).save(tmp_path / name, "TIFF")
-    config = DataConfig((FolderConfig(str(tmp_path)),), resolutions=(64,))
-    with pytest.raises(ValueError, match=rf"{name}: cannot be read.*without a known range"):
-        scan_folders(config, FAMILIES["flux2"].latent)
-
-
 _TIFFS_WITHOUT_MEANING = {  # bits, photometric interpretation, sample format
     "white is zero": (16, 0, 1),
     "12 bits": (12, 1, 1),
@@ -221,40 +202,6 @@ def test_crops_outside_the_image_are_refused():
 
 
 ROOT = Path(__file__).resolve().parents[3]
-POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
-
-
-@pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The log of a stand-in for Ghostscript that is first on PATH."""
-    log, folder = tmp_path / "started", tmp_path / "bin"
-    folder.mkdir()
-    (folder / "gs").write_text(f'#!/bin/sh\necho "$@" >> {log}\nexit 0\n')
-    (folder / "gs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
-    return log
-
-
-@pytest.mark.skipif(os.name == "nt", reason="the stand-in is a shell script")
-@pytest.mark.parametrize("name", ["z.png", "z.jpg", "z.webp", "z.gif", "z_mask.png"])
-def test_a_postscript_file_in_a_dataset_starts_no_ghostscript(tmp_path: Path, started: Path, name: str) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    Image.new("RGB", (64, 64)).save(folder / ("z.bmp" if name == "z_mask.png" else "a.png"))
-    (folder / name).write_bytes(POSTSCRIPT)
-    config = DataConfig(folders=(FolderConfig(str(folder)),), resolutions=(64,))
-    with pytest.raises(ValueError, match=rf"{re.escape(str(folder / name))}.*PNG, JPEG, WEBP, BMP, GIF or TIFF"):
-        scan_folders(config, FAMILIES["wan"].latent)
-    assert not started.exists()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="the stand-in is a shell script")
-def test_the_stand_in_is_what_pillow_would_start(tmp_path: Path, started: Path) -> None:
-    (tmp_path / "z.png").write_bytes(POSTSCRIPT)
-    with pytest.raises(OSError), Image.open(tmp_path / "z.png") as file:
-        file.load()
-    assert started.exists()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "MPO"])

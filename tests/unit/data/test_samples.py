@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
-from devicebridge.data import image as image_module
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
 from devicebridge.data.samples import (
@@ -78,22 +77,6 @@ def test_pictures_of_one_colour_are_counted(kind, side, tmp_path, caplog):
     assert len(_scan(tmp_path)) == 2
     (said,) = [text for text in caplog.messages if "of one colour throughout" in text]
     assert said.startswith("1 of 2 ") and f"blank.{kind}" in said and "full" not in said
-
-
-def test_an_image_is_decoded_once(tmp_path, monkeypatch):
-    """Also one that is transparent, or of few bytes, which may be of one colour."""
-    for name in ("a.png", "b.png"):
-        image = Image.merge("RGBA", [*_noise((64, 64)).split(), Image.new("L", (64, 64), 9 if name == "a.png" else 0)])
-        image.save(tmp_path / name)
-    seen, opened = [], image_module.opened
-
-    def counting(path):
-        seen.append(path.name)
-        return opened(path)
-
-    monkeypatch.setattr(image_module, "opened", counting)
-    _scan(tmp_path)
-    assert sorted(seen) == ["a.png", "b.png"]
 
 
 def _noise(size):
@@ -363,15 +346,6 @@ def test_clips_that_cannot_be_used_are_named_all_at_once(tmp_path):
         assert line.startswith(f"  {folder / name}: ") and reason in line
 
 
-def test_a_broken_image_is_named_as_an_image_where_clips_are_taken_too(tmp_path):
-    folder = _mixed(tmp_path / "data")
-    for name in ("a.png", "c.webp", "e.gif"):
-        (folder / name).write_bytes(b"not a picture")
-    with pytest.raises(ValueError, match="3 of 5 images and clips") as caught:
-        _scan_clips(folder)
-    assert all(f"{folder / name}: cannot be read as an image" in str(caught.value) for name in ("a.png", "c.webp"))
-
-
 def test_folders_without_a_caption_beside_them_are_said_and_not_used(tmp_path, caplog):
     folder = _mixed(tmp_path / "data")
     save_clip(folder / "extra", 9)
@@ -441,17 +415,6 @@ def test_grey_of_16_bits_is_as_bright_as_grey_of_8(tmp_path):
     assert mask.item() == pytest.approx(0.2)
 
 
-def test_a_mask_follows_the_crop_of_its_image(tmp_path):
-    values = _save(tmp_path / "a.png", 64, 160)
-    marked = np.zeros((64, 160), dtype=np.uint8)
-    marked[:, 48:64] = 255
-    Image.fromarray(marked).save(tmp_path / "a_mask.png")
-    sample = _scan(tmp_path, max_aspect_ratio=1.0)[0]
-    assert sample.crop == (0, 48, 64, 64)
-    assert load_mask(sample, (8, 8))[0, 0, 0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
-    assert values.shape == (64, 160, 3)
-
-
 def _samples(counts):
     """counts: bucket side -> number of samples."""
     return [
@@ -504,15 +467,6 @@ def test_this_seed_gives_this_order_on_every_machine():
     batches = [order.next() for _ in range(4)]
     assert [batch.indices for batch in batches] == [(3, 4), (2,), (0, 1), (1, 0)]
     assert [batch.captions for batch in batches] == [(DROPPED, 0), (0,), (DROPPED, DROPPED), (DROPPED, DROPPED)]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3, 1.0])
-def test_captions_are_dropped_as_often_as_asked_and_differently_per_epoch(dropout):
-    order = BatchOrder(_samples({64: 100}), batch_size=3, seed=0, caption_dropout=dropout)
-    dropped = np.array([drop for epoch in range(40) for b in order.batches_of(epoch) for drop in b.captions]) == DROPPED
-    assert abs(dropped.mean() - dropout) < 6 * math.sqrt(dropout * (1 - dropout) / 4000) + 1e-9
-    if dropout == 0.3:
-        assert len({tuple(row) for row in dropped.reshape(40, 100)}) > 30
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

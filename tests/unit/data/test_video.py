@@ -80,15 +80,6 @@ def test_frames_far_inside_are_sought_and_are_the_same(tmp_path, monkeypatch):
     assert (_read(path, 33, 35) == sought).all()
 
 
-def test_only_the_wanted_frames_become_pictures(tmp_path, monkeypatch):
-    path = save_video(tmp_path / "a.mp4", plain_frames(30))
-    made = []
-    to_image = video._to_image
-    monkeypatch.setattr(video, "_to_image", lambda frame, aspect: made.append(frame.pts) or to_image(frame, aspect))
-    _read(path, 3, 4)
-    assert len(made) == 3  # the first one tells the size
-
-
 def test_times_of_a_variable_rate(tmp_path):
     times = (0, 0.1, 0.3, 0.31, 0.5, 0.9, 1.0, 1.4)
     info = probe_clip(save_video(tmp_path / "a.mp4", plain_frames(8), times_s=times))
@@ -310,14 +301,6 @@ def test_a_clip_that_ends_before_its_frame_is_not_continued_with_the_last_one(tm
         _read(save_clip(tmp_path / "b.gif", 5), 5)
     with pytest.raises(ValueError, match="ends before its frame 6"):
         _read(save_clip(tmp_path / "c", 5), 5)
-
-
-def test_a_decoder_that_stops_early_is_noticed(tmp_path, monkeypatch):
-    path = save_clip(tmp_path / "a.mp4", 8)
-    decode = video._decode
-    monkeypatch.setattr(video, "_decode", lambda *args: (frame for frame in decode(*args) if frame.pts < 28000))
-    with pytest.raises(ValueError, match="ends before its frame 6"):
-        _read(path, 4, 5)
 
 
 def test_a_broken_image_of_a_folder_is_named_itself(tmp_path):

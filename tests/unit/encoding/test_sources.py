@@ -10,7 +10,7 @@ import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.comfy_data import read_tokens, token_lists
 from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts, ComfyTokens
-from devicebridge.encoding.encode import Stopped, fill
+from devicebridge.encoding.encode import fill
 from devicebridge.encoding.store import CacheStore
 from PIL import Image
 
@@ -95,20 +95,6 @@ def test_another_clip_has_other_entries_and_a_known_name_finds_them(tmp_path):
         fill([*CAPTIONS, "new"], _texts(None), store)
 
 
-def test_stopping_keeps_what_is_done_and_gives_every_claim_back(tmp_path):
-    store, clip = CacheStore(tmp_path), StubClip()
-    with pytest.raises(Stopped):
-        fill(CAPTIONS, _texts(clip), store, should_stop=lambda: len(clip.texts) >= 2)
-    assert len(list(store.keys())) == 2 and clip.released == 1
-    rest = StubClip()
-    keys = fill(CAPTIONS, _texts(rest), store)
-    assert len(rest.texts) == 2 and set(rest.texts).isdisjoint(clip.texts)
-    for key in keys.values():
-        claim = store.claim(key)
-        assert claim is not None
-        claim.release()
-
-
 def test_a_clip_of_another_model_is_refused_at_its_first_caption(tmp_path):
     store, clip = CacheStore(tmp_path), StubClip()
 
@@ -119,18 +105,6 @@ def test_a_clip_of_another_model_is_refused_at_its_first_caption(tmp_path):
     with pytest.raises(ValueError, match="the stock CLIP does not fit: of the caption .*, it is too wide"):
         fill(CAPTIONS, _texts(clip, problem), store)
     assert len(clip.texts) == 1 and not list(store.keys()) and clip.released == 1
-
-
-class _InFours(ComfyTexts):
-    batch_size = 4
-
-
-def test_states_that_are_not_finite_cost_the_others_of_their_batch_nothing(tmp_path):
-    store, clip, encode = CacheStore(tmp_path), StubClip(), StubClip.encode
-    clip.encode = lambda text: [[encode(clip, text)[0][0] / (text != "a dog"), {}]]
-    with pytest.raises(RuntimeError, match="the states of 'a dog' are not finite.*\nall captions .* are kept$"):
-        fill(CAPTIONS, _InFours(NAME, _fits, clip), store)
-    assert len(list(store.keys())) == 3 and clip.released == 1
 
 
 def test_captions_that_pull_in_files_are_refused(tmp_path):
