@@ -31,7 +31,7 @@ from .captions import TEXT_FILES, Tables, caption_file, lyrics_file, make_captio
 from .containers import SOUND_SUFFIXES
 from .image import ImageRequest, SoundRequest, is_blank, look_at
 from .left_out import is_of_system, left_out
-from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
+from .pairs import Pair, Partners, find_pair, find_partners
 from .samples import (
     ClipPlan,
     Condition,
@@ -171,18 +171,15 @@ def scan_folders(
 
 
 def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
-    """What work makes of every item, in order; called before each, and what has not begun is dropped at a stop."""
-    with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            done = []
-            for future in futures:
-                ask()
-                done.append(future.result())
-            return done
-        finally:
-            for future in futures:
-                future.cancel()
+    """What work makes of every item, in order; ask is called before each, and may raise to stop."""
+    pool, done = ThreadPoolExecutor(), list[_T]()
+    try:
+        for future in [pool.submit(work, item) for item in items]:
+            ask()
+            done.append(future.result())
+        return done
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # --- listing ---------------------------------------------------------------------------------------------------------
@@ -237,26 +234,25 @@ def list_files(
     folders = [entry for entry in entries if entry.is_dir() and not latent.audio_rows]
     sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(caption_file(entry))]
     masks: dict[str, Path] = {}  # by the stem of the image
-    for file in filter(_is_mask_name, files):
-        stem = _without_mask_end(file.stem)
-        if stem in masks:
-            raise ValueError(f"{masks[stem]} and {file.name} are both the mask of {stem}; remove one")
-        masks[stem] = file
-    images = sorted([*filter(_is_media_name, files), *sequences], key=lambda f: f.name)
+    for file in files:
+        if (end := _end_of(file)) in _MASK_ENDS:
+            stem = file.stem.removesuffix(end)
+            if stem in masks:
+                raise ValueError(f"{masks[stem]} and {file.name} are both the mask of {stem}; remove one")
+            masks[stem] = file
+    images = sorted([*(file for file in files if not _end_of(file)), *sequences], key=lambda f: f.name)
     _warn(
-        (file.name for file in files if _is_condition_name(file)),
+        (file.name for file in files if _end_of(file) == _CONDITION_END),
         "images are conditions of another trainer and are not used: %s; put them into a folder of their own, named "
         "like their images, and name it in data.folders.references",
         root,
     )
-    dangling = (entry.name for entry in entries if entry.is_symlink() and not entry.exists())
-    _warn(dangling, "links lead to nothing and are not used: %s; mend or remove them", root)
-    named = [entry for entry in entries if entry.suffix.lower() in suffixes and entry.exists()]
-    odd = (entry.name for entry in named if not entry.is_file() and not entry.is_dir())  # pipes and devices
-    _warn(odd, "are no ordinary files and are not used: %s; put images in their place", root)
+    named = [entry for entry in entries if entry.suffix.lower() in suffixes or not entry.exists()]
+    odd = (entry.name for entry in named if not entry.is_file() and not entry.is_dir())  # pipes, devices, dead links
+    _warn(odd, "are no ordinary files, or links to nothing, and are not used: %s; put images in their place", root)
     stems = {stem_of(image) for image in images}
     for image in images:
-        if stem_of(image).endswith(_MASK_ENDS) and _without_mask_end(stem_of(image)) in stems:
+        if stems & {stem_of(image).removesuffix(end) for end in _MASK_ENDS} - {stem_of(image)}:
             raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
     idle = (mask.name for stem, mask in masks.items() if stem not in stems)
     message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
@@ -275,27 +271,17 @@ def is_media(path: Path) -> bool:
     """Whether list_files would name it, decided without a look at what is beside it but its caption."""
     if os.path.isdir(path):
         return os.path.isfile(caption_file(path))
-    return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and _is_media_name(path)
+    return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and not _end_of(path)
 
 
 def _is_sound(path: Path) -> bool:
     return os.path.isfile(path) and path.suffix.lower() in SOUND_SUFFIXES
 
 
-def _is_mask_name(file: Path) -> bool:
-    return file.stem.endswith(_MASK_ENDS) and file.suffix.lower() == ".png"
-
-
-def _is_condition_name(file: Path) -> bool:
-    return file.stem.endswith(_CONDITION_END) and file.suffix.lower() == ".png"
-
-
-def _is_media_name(file: Path) -> bool:
-    return not _is_mask_name(file) and not _is_condition_name(file)
-
-
-def _without_mask_end(stem: str) -> str:
-    return next(stem.removesuffix(end) for end in _MASK_ENDS if stem.endswith(end))
+def _end_of(file: Path) -> str:
+    """By which a PNG is a mask or another trainer's condition; "" of an image or clip."""
+    ends = (*_MASK_ENDS, _CONDITION_END) if file.suffix.lower() == ".png" else ()
+    return next((end for end in ends if file.stem.endswith(end)), "")
 
 
 # --- inspecting ------------------------------------------------------------------------------------------------------
@@ -341,14 +327,12 @@ def _inspect(
         )
     if partners is not None and partners.way.takes_first_frame and size and len(cuts[0]) < 2:
         problems.append(f"{path}: is one frame, and given its first frame, nothing of it is left to learn; give clips")
-    pair = attempt(lambda file: find_pair(file, stem_of(file), partners), path) if partners else None
-    if pair and pair.control and size:
-        attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
+    pair = attempt(lambda file: find_pair(file, size, clip, partners), path) if partners else None
     if clip and latent.sound_rate:
         sounds = attempt(lambda file: sounds_of_clip(file, clip, plan, latent), path)
     is_idle = not problems and mask is not None and is_in_alpha(mask)
-    made = _Picture(path, mask, size, captions, source, tuple(problems), clip, cuts, sounds or (), song or {})
-    return replace(made, pair=pair or Pair(), is_blank=look is not None and is_blank(look[1]), is_mask_idle=is_idle)
+    is_plain, found = look is not None and is_blank(look[1]), (clip, cuts, sounds or (), song or {}, pair or Pair())
+    return _Picture(path, mask, size, captions, source, tuple(problems), *found, is_plain, is_idle)
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:

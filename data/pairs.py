@@ -15,6 +15,7 @@ from pathlib import Path
 from ..config.job import FolderConfig
 from ..families.comfy.conditions import ConditionWay
 from ..system.files import Looked
+from .captions import stem_of
 from .image import image_suffixes, read_size
 from .samples import is_other_shape
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip
@@ -72,10 +73,10 @@ def _index(folder: Path, suffixes: Sequence[str], ask: Callable[[], None]) -> _I
     return found
 
 
-def find_pair(path: Path, stem: str, partners: Partners) -> Pair:
+def find_pair(path: Path, size: tuple[int, int] | None, clip: ClipInfo | None, partners: Partners) -> Pair:
     """The files of one image or clip; every reference is decoded. Raises: ValueError naming what is missing, twice
     there, or broken."""
-    references: list[Path] = []
+    references, stem = list[Path](), stem_of(path)
     for index, folder in zip(partners.references, partners.config.references, strict=True):
         names = [stem] if stem in index else []
         for name in (f"{stem}_{number}" for number in count(1)):
@@ -93,6 +94,8 @@ def find_pair(path: Path, stem: str, partners: Partners) -> Pair:
     control = None
     if partners.config.control:
         control = _only(path, stem, partners.control, partners.config.control, "clip or image")
+        if size:
+            _refuse_other_shape(path, size, clip, control)
     return Pair(tuple(references), sizes, control)
 
 
@@ -105,9 +108,8 @@ def _only(path: Path, name: str, index: _Index, folder: str, kind: str) -> Path:
     return found[0]
 
 
-def refuse_other_shape(path: Path, size: tuple[int, int], clip: ClipInfo | None, control: Path) -> None:
-    """Reads what an image or clip follows. Raises: ValueError where it has another shape, or another number of
-    frames."""
+def _refuse_other_shape(path: Path, size: tuple[int, int], clip: ClipInfo | None, control: Path) -> None:
+    """Raises: ValueError where what an image or clip follows has another shape, or another number of frames."""
     info = probe_clip(control) if is_clip(control) else None
     if (info is None) != (clip is None):
         kinds = ["an image" if each is None else "a clip" for each in (info, clip)]
