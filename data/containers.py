@@ -21,13 +21,9 @@ _UNKNOWN_LENGTH = 0xFFFFFFFF  # of a WAV that was written as it came
 
 @contextmanager
 def open_container(path: Path) -> Iterator[Any]:
-    """PyAV's container of a file.
-
-    The first bytes tell the format, and FFmpeg is given an open file, so that neither a name nor a playlist in
-    disguise makes it open anything else. Tracks that lie in other files, which MOV knows, are not opened.
-
-    Raises: ValueError for a damaged file, RuntimeError without PyAV.
-    """
+    """PyAV's container of a file. The first bytes tell the format, and FFmpeg is given an open file, so that neither a
+    name nor a playlist in disguise makes it open anything else; nor are tracks opened that lie in other files, which
+    MOV knows. Raises: ValueError for a damaged file, RuntimeError without PyAV."""
     try:
         import av
     except ImportError as error:

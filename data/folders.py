@@ -111,16 +111,11 @@ class _Picture:
 def scan_folders(
     config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never, *, others: Sequence[str] = ()
 ) -> list[Sample]:
-    """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times.
-
-    All images and masks are decoded once, so that a broken file is found now and not hours later; of a video the first
-    frame is. What may not be meant is a warning each, and so is all that is left out.
-
-    Args:
-        others: folders that are read for something else.
-    Raises: Stopped when should_stop() became true; ValueError for a folder that is missing, holds no image, or far more
-        files than a dataset; for files that cannot be used, naming all of them; for sizes the model does not take.
-    """
+    """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times. All
+    are looked at, and masks and images decoded, so that a broken file is found now and not hours later. What may not be
+    meant is a warning each, and so is all that is left out. others: folders that are read for something else. Raises:
+    Stopped when should_stop() became true; ValueError for a folder that is missing, holds no image, or far more files
+    than a dataset; for files that cannot be used, naming all of them; for sizes the model does not take."""
     step = bucket_step(config, latent)
     sizes = [each for folder in config.folders for each in folder.resolutions or config.resolutions]
     buckets = {each: make_buckets(each, step, config.max_aspect_ratio) for each in sizes}
@@ -336,9 +331,8 @@ def _inspect(
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
-    """What the clip is, and the frames of each sample made of it; None and one sample without frames for an image.
-
-    For a model that makes images, an animation is its first frame, unless its name says video."""
+    """What the clip is, and the frames of each sample made of it; None and one sample without frames for an image. For
+    a model that makes images, an animation is its first frame, unless its name says video."""
     is_by_name = path.is_dir() or path.suffix.lower() in CLIP_SUFFIXES
     if not (is_by_name or latent.is_video) or not is_clip(path):
         return None, ((),)

@@ -80,13 +80,9 @@ def read_pixels(request: ImageRequest) -> torch.Tensor:
 
 
 def open_image(path: str | Path, side: int = 0, most: int = 0) -> PilImage:
-    """The whole image, turned as EXIF says, in RGB.
-
-    Args:
-        side: pixels of the longer side that are wanted, if not all are: less is decoded where the format allows it.
-        most: pixels that may be decoded; left out, as many as an image may have.
-    Raises: ValueError naming the file if it cannot be read as an image, or has too many pixels.
-    """
+    """The whole image, turned as EXIF says, in RGB. side: pixels of the longer side that are wanted, if not all are:
+    less is decoded where the format allows it. most: pixels that may be decoded; 0 for as many as an image may have.
+    Raises: ValueError naming the file if it cannot be read as an image, or has too many pixels."""
     with naming(path), opened(path) as file:
         if side:
             largest = (_PER_PIXEL * side, _PER_PIXEL * side)
@@ -119,11 +115,8 @@ def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
 
 def look_at(path: Path, *, is_decoded: bool = True) -> tuple[tuple[int, int], PilImage]:
     """(height, width) of an image, turned as EXIF says, and what was decoded for it: of a JPEG an eighth of each side.
-
-    Args:
-        is_decoded: decode all of it, which finds damage; else read what stands before the pixels, but for a TIFF.
-    Raises: ValueError naming the file if it is broken.
-    """
+    is_decoded: decode all of it, which finds damage; else read what stands before the pixels, but for a TIFF. Raises:
+    ValueError naming the file if it is broken."""
     with naming(path), opened(path) as image:
         width, height = image.size
         seen: PilImage = image

@@ -182,8 +182,8 @@ Wanted = tuple[str, Condition]  # a caption, and what is beside it
 
 @dataclass(frozen=True)
 class Sample:
-    """One image, or one window of a clip, as it is trained on. Samples that share bucket, num_frames and alike can
-    share a batch."""
+    """One image, or one window of a clip, as it is trained on. Those that share bucket, num_frames and alike can share
+    a batch."""
 
     path: str  # image, video file, or folder of images
     caption: str
@@ -317,11 +317,9 @@ class Batch:
 
 
 class BatchOrder:
-    """An endless order of batches: every sample once per epoch, shuffled anew for every epoch.
-
-    A batch is of one bucket and length. Where a bucket's samples do not divide by the batch size, its last batch of the
-    epoch is smaller. caption_dropout: probability, per sample and epoch, that its caption is dropped.
-    """
+    """An endless order of batches: every sample once per epoch, shuffled anew for every epoch. A batch is of one bucket
+    and length. Where a bucket's samples do not divide by the batch size, its last batch of the epoch is smaller.
+    caption_dropout: probability, per sample and epoch, that its caption is dropped."""
 
     def __init__(
         self, samples: Sequence[TrainingSample], *, batch_size: int, seed: int, caption_dropout: float = 0.0
@@ -394,11 +392,8 @@ class BatchOrder:
 
 
 def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:
-    """The sample's mask on its latent grid, float32 in 0..1. [1, 1, H, W]
-
-    Every cell is the exact mean of the mask over the area the cell covers in the image, so the mask may have another
-    resolution than its image.
-    """
+    """The sample's mask on its latent grid, float32 in 0..1: every cell is the exact mean of the mask over the area it
+    covers in the image, so the mask may have another resolution than its image. [1, 1, H, W]"""
     assert sample.mask_path is not None
     mask = read_mask(Path(sample.mask_path)).double()
     top, left, height, width = sample.crop

@@ -60,12 +60,9 @@ def probe_sound(path: Path) -> float | None:
 
 
 def read_sound(request: SoundRequest, *, is_track: bool = False, is_alone: bool = False) -> tuple[torch.Tensor, int]:
-    """The wanted part, float32 [channels, samples], and its rate in samples per second.
-
-    Args:
-        is_track: whether it is a clip's own, in whose time it begins. is_alone: whether silence is no part of it.
-    Raises: ValueError naming the file if it cannot be read, or alone ends too early.
-    """
+    """The wanted part, float32 [channels, samples], and its rate in samples per second. is_track: whether it is a
+    clip's own, in whose time it begins. is_alone: whether silence is no part of it. Raises: ValueError naming the file
+    if it cannot be read, or alone ends too early."""
     path = Path(request.path)
     with naming(path, "sound"), _opened(path) as (container, stream):
         if stream is None:

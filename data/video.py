@@ -1,7 +1,6 @@
 """One clip: from a video file, an animation or a folder of images to the frames that are trained on.
 
-A request names frames by number, counted in the order in which they are shown. Which numbers those are, so frame rate
-and window, is decided before (samples.py) and is part of the sample: reading has nothing left to choose.
+A request names frames by number, counted in the order in which they are shown; samples.py chooses them.
 
 Videos go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as still images do. A sub-folder of
 images, sorted by the numbers in their names, is a clip too.
@@ -19,10 +18,11 @@ frame: all of such a clip is decoded, its frames are counted as they come, and t
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,9 @@ def is_clip(path: Path) -> bool:
 
 
 def probe_clip(path: Path) -> ClipInfo:
-    """What the clip holds.
-
-    Of a video all packets are read and the first frame is decoded: the price of reading the file. Animations and
-    folders of images are decoded whole.
-
-    Raises: ValueError naming the file and what is wrong with it; RuntimeError without PyAV.
-    """
+    """What the clip holds. Of a video all packets are read and the first frame is decoded: the price of reading the
+    file. Animations and folders of images are decoded whole. Raises: ValueError naming the file and what is wrong with
+    it; RuntimeError without PyAV."""
     with naming(path, "a clip"):
         if path.is_dir():
             return _probe_sequence(path)
@@ -141,12 +137,9 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
 
 
 def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
-    """An image, or the first frame of a clip, in RGB and upright.
-
-    Args:
-        side: pixels along its longer side, at most; 0 for all. most: pixels that may be decoded; 0 as for any image.
-    Raises: ValueError naming the file if it cannot be read; RuntimeError without PyAV.
-    """
+    """An image, or the first frame of a clip, in RGB and upright. side: pixels along its longer side, at most; 0 for
+    all. most: pixels that may be decoded; 0 as for any image. Raises: ValueError naming the file if it cannot be read;
+    RuntimeError without PyAV."""
     with naming(path, "a clip"):
         if path.suffix.lower() in CONTAINER_SUFFIXES and not path.is_dir():
             with _opened(path, most) as (container, stream):
@@ -358,18 +351,14 @@ def _seeks_before(path: Path, time: int) -> bool:
 
 def _on_screen(frames: Iterator[Any], times: Sequence[int]) -> Iterator[Any]:
     """The frame that is shown at each of the rising times; ends where the frames do."""
-    remaining = list(reversed(times))
-    shown = None
-    for frame in frames:
-        while remaining and shown is not None and remaining[-1] < frame.pts:
+    remaining, shown = deque(times), None
+    for frame in chain(frames, [None]):
+        while remaining and shown is not None and remaining[0] < (frame.pts if frame else shown.pts + 1):
             yield shown
-            remaining.pop()
+            remaining.popleft()
         if not remaining:
             return
         shown = frame
-    while remaining and shown is not None and remaining[-1] <= shown.pts:
-        yield shown
-        remaining.pop()
 
 
 def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:

@@ -69,13 +69,9 @@ _REMEDIES = {
 
 
 def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) -> Entry:
-    """The states and the pooled output of a CONDITIONING with one item, without their batch.
-
-    Args:
-        what: names it in a message.
-        keeps_all: also its other tensors and numbers, under names that begin with OPTION or WHOLE.
-    Raises: ValueError if it is none, or says more than that.
-    """
+    """The states and the pooled output of a CONDITIONING with one item, without their batch; where it keeps_all also
+    its other tensors and numbers, under names that begin with OPTION or WHOLE. Raises: ValueError naming `what` if it
+    is none, or says more than that."""
     if not isinstance(conditioning, (list, tuple)) or len(conditioning) != 1:
         raise ValueError(
             f"{what}: a CONDITIONING with one item is needed, found {_describe(conditioning)}; training knows no "
@@ -165,10 +161,8 @@ def _tensors_of(path: str, value: Any) -> Entry:
 
 
 def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torch.Tensor]) -> Entry:
-    """What of a sample the model is given once for all samples of a batch, so that it must be equal in them.
-
-    Of noise masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place.
-    """
+    """What of a sample the model is given once for all samples of a batch, so that it must be equal in them. Of noise
+    masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place."""
     shared = {}
     for name, tensor in {**latents, **text}.items():
         path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
@@ -246,10 +240,8 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
 
 
 def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
-    """A noise mask as samplers read it, which begin again with the first where a batch has more samples.
-
-    Args:
-        shape: of one sample."""
+    """A noise mask as samplers read it, which begin again with the first where a batch has more samples. shape: of
+    one."""
     if _is_nested(mask):
         raise ValueError(f"{what}: {MASK_WITH_SOUND}")
     if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or not mask.numel():
@@ -333,12 +325,9 @@ def save_encoded(
     store: CacheStore,
     on_saved: Callable[[int], None] = lambda count: None,
 ) -> Path:
-    """Keep the entries (latents, text) that the store has not, and list them; returns the list's file.
-
-    Args:
-        on_saved: called after each with how many samples are saved; raises to stop.
-    Raises: ValueError for no pairs; OSError naming the file if the store cannot be written. What was written stays.
-    """
+    """Keep the entries (latents, text) that the store has not, and list them; returns the list's file. on_saved: called
+    after each with how many are saved; raises to stop. Raises: ValueError for no pairs; OSError naming the file if the
+    store cannot be written. What was written stays."""
     listed = []
     for latents, text in pairs:
         keys = []

@@ -181,10 +181,8 @@ class ConditionParts:
 
 @dataclass(frozen=True)
 class ComfyConditions(Source[Wanted]):
-    """What ComfyUI's nodes make of the files that a sample's model is given beside its caption.
-
-    An entry holds what the node adds to a CONDITIONING; where the text encoder is shown the pictures, all of it.
-    """
+    """What ComfyUI's nodes make of the files that a sample's model is given beside its caption. An entry holds what the
+    node adds to a CONDITIONING; where the text encoder is shown the pictures, all of it."""
 
     way: str  # a name of families/comfy/conditions.py
     encoders: tuple[str, ...]  # names of those that take part

@@ -44,11 +44,8 @@ def text_key(
     dtype: torch.dtype,
     quantize: str = "none",
 ) -> str:
-    """Of what one text encoder makes of one text, as its tokenizer gets it.
-
-    Args:
-        dtype: type the encoder computes in. quantize: what its linears are rounded to, those excepted that are kept.
-    """
+    """Of what one text encoder makes of one text, as its tokenizer gets it. dtype: type the encoder computes in.
+    quantize: what its linears are rounded to, those excepted that are kept."""
     described = dict(vars(spec))
     kept = described.pop("keep_full_precision")
     rounding = {} if quantize == "none" else {"quantize": quantize, "kept": kept, "rounding": ROUNDING_VERSION}
@@ -58,13 +55,8 @@ def text_key(
 
 
 def latent_key(image_fingerprint: str, request: ImageRequest, settings: Mapping[str, Any]) -> str:
-    """Of the latents of one image, clip or sound.
-
-    Args:
-        image_fingerprint: hash of the file's bytes, or those of a clip's images; name and place are not in the key.
-        request: a clip's frame rate and window are in the key by the frames that they choose.
-        settings: what else decides them.
-    """
+    """Of the latents of one image, clip or sound. image_fingerprint: hash of its content; name and place are not in the
+    key. settings: what else decides them. Frame rate and window of a clip are in it by the frames that they choose."""
     facts = {"what": "latents", "version": IMAGE_VERSION, "image": image_fingerprint}
     facts |= {"resize": request.resize, "crop": request.crop}
     if request.frames:
@@ -77,11 +69,8 @@ def latent_key(image_fingerprint: str, request: ImageRequest, settings: Mapping[
 def comfy_latent_key(
     image_fingerprint: str, request: ImageRequest, fingerprint: str, beside: Sequence[str] = ()
 ) -> str:
-    """Of what ComfyUI's VAE makes of one; the model's family has no say in it.
-
-    Args:
-        beside: of a clip with sound, the sound's content, and the VAE that encodes it.
-    """
+    """Of what ComfyUI's VAE makes of one; the model's family has no say in it. beside: of a clip with sound, the
+    sound's content, and the VAE that encodes it."""
     settings = {"what": "stock latents", "version": (COMFY_VERSION, IMAGE_VERSION), "vae": fingerprint}
     return latent_key(image_fingerprint, request, {**settings, "beside": beside} if beside else settings)
 
@@ -89,12 +78,8 @@ def comfy_latent_key(
 def comfy_text_key(
     text: str, fingerprint: str, *, what: str = "stock text", keeps_all: bool = False, weighs: bool = False
 ) -> str:
-    """Of what ComfyUI's CLIP, or with "stock tokens" its tokenizer, makes of one text.
-
-    Args:
-        fingerprint: of the CLIP; covers all but text, keeps_all and weighs.
-        weighs: whether parentheses weigh words and embedding: names a file, as in ComfyUI's prompts.
-    """
+    """Of what ComfyUI's CLIP, or with "stock tokens" its tokenizer, makes of one text. fingerprint: of the CLIP.
+    weighs: whether parentheses weigh words and embedding: names a file, as in ComfyUI's prompts."""
     facts = {"what": what, "version": COMFY_VERSION, **prompt_facts("text", text, weighs), "clip": fingerprint}
     return settings_fingerprint({**facts, "keeps_all": True} if keeps_all else facts)
 

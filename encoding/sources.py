@@ -33,18 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class Source(Generic[Item]):
-    """Makes entries of captions, images or conditions.
+    """Makes entries of captions, images or conditions."""
 
-    Args:
-        name, what: of the encoder, and of what it encodes, for messages. dtype: where cache.dtype decides it.
-        device: of the results. batch_size: items that are encoded at a time. Both are known after plan().
-    """
-
-    name: str
-    what: str
-    dtype: torch.dtype | None = None
-    device: torch.device | str = "cpu"
-    batch_size: int = 1
+    name: str  # of the encoder
+    what: str  # it encodes
+    dtype: torch.dtype | None = None  # where cache.dtype decides it
+    device: torch.device | str = "cpu"  # of the results; known after plan(), as is
+    batch_size: int = 1  # items that are encoded at a time
 
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
         """The entry of each item. No weight is loaded. Raises: ValueError naming all files that cannot be read, or a
@@ -124,10 +119,8 @@ def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class FolderTexts(TextSource):
-    """What one of the model's own text encoders makes, from its folder.
-
-    Captions that share a pass of a streamed encoder are claimed at once, and a kill loses all of them.
-    """
+    """What one of the model's own text encoders makes. Captions that share a pass of a streamed encoder are claimed at
+    once, and a kill loses all of them."""
 
     spec: TextEncoderSpec
     folder: str | Path

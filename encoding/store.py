@@ -52,10 +52,8 @@ _KEY = re.compile(r"[0-9a-f]{3,}")
 
 
 class CacheStore:
-    """Entries under `folder`, which is made with the first entry.
-
-    Keys are hexadecimal; the first two digits name the sub-folder, so that no folder holds many thousands of files.
-    """
+    """Entries under `folder`, which is made with the first entry. Keys are hexadecimal; the first two digits name the
+    sub-folder, so that no folder holds many thousands of files."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -91,10 +89,8 @@ class CacheStore:
         return {} if header is None else {name: entry.shape for name, entry in header.tensors.items()}
 
     def check(self, key: str) -> State:
-        """What this entry is, read whole.
-
-        A damaged one is removed where that is allowed, so that `in` does not call it whole and it is computed again.
-        """
+        """What this entry is, read whole. A damaged one is removed where that is allowed, so that `in` does not call it
+        whole."""
         path = self.path(key)
         header = _read_header(path)
         if header is None:
@@ -223,14 +219,9 @@ def claimed_batches(
     stop_if_asked: Callable[[], None],
 ) -> Generator[list[str], None, None]:
     """Entries to compute and store now, up to `size` at a time, shared with whoever else fills the same store; they are
-    claimed until the next are requested. Ends when every entry is done, by whomever, or was handed out.
-
-    Args:
-        keys: the entries, in the order to compute them.
-        is_done: whether an entry needs no computing any more; called while it is claimed.
-        on_found: called for every entry that turned out to be done already.
-        stop_if_asked: called before every batch and while waiting for others; raises to stop.
-    """
+    claimed until the next are requested. Ends when every entry is done, by whomever, or was handed out. is_done: asked
+    of an entry while it is claimed. on_found: called for each that turned out to be done. stop_if_asked: called before
+    every batch and while waiting for others; raises to stop."""
     remaining = list(keys)
     num_told = 0
     while remaining:

@@ -94,9 +94,7 @@ class TextEncoder:
 
 def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
     """The text that is tokenized: cleaned as WanPipeline cleans it for zero_padding specs, else the caption itself.
-
-    Mojibake is repaired only where ftfy is installed, as in diffusers.
-    """
+    Mojibake is repaired only where ftfy is installed, as in diffusers."""
     if not spec.zero_padding:
         return caption
     with contextlib.suppress(ModuleNotFoundError):
@@ -224,13 +222,9 @@ def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
 
 
 def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
-    """The caption inside the tokenizer's chat template, with the system prompt before it.
-
-    Templates of multimodal models want a message's content as a list of typed parts, others as a string. Parts are
-    tried first, and a form counts when a probe caption and the system prompt come out of it whole.
-
-    Raises: ValueError if neither form works with this template.
-    """
+    """The caption inside the tokenizer's chat template, with the system prompt before it. Templates of multimodal
+    models want a message's content as a list of typed parts, others as a string: parts are tried first, and a form
+    counts when a probe caption and the system prompt come out of it whole. Raises: ValueError if neither works."""
     expected = [_PROBE] if spec.system_prompt is None else [_PROBE, spec.system_prompt]
     for has_parts in (True, False):
         probe = _render(tokenizer, _PROBE, spec, has_parts)
@@ -294,12 +288,8 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) -> None:
-    """Refuse an encoder that its own files or the model would not fit; reads configs and headers only.
-
-    Args:
-        width: of the states that the transformer takes; None where nobody says.
-    Raises: ValueError naming the folder or file.
-    """
+    """Refuse an encoder that its own files or the model would not fit; reads configs and headers only. width: of the
+    states that the transformer takes; None where nobody says. Raises: ValueError naming the folder or file."""
     folder = Path(folder)
     model: Any = make_empty_encoder(spec, folder)
     refuse_zeros(folder / spec.folder, find_sources(model, folder / spec.folder))

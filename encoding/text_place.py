@@ -137,13 +137,9 @@ def plan_text_place(
     quantize: TextScheme = "none",
     window_bytes: int = 0,
 ) -> TextPlace:
-    """Decide where one encoder runs, from sizes and from the memory that is free now.
-
-    Args:
-        setting: see parse_text_device; a device is taken as it is.
-        window_bytes: the most a streamed encoder may take on its card; 0 for what is free there less a margin.
-    Raises: ValueError for a setting that cannot be met, with the memory it would take.
-    """
+    """Decide where one encoder runs, from sizes and from the memory that is free now. A device that is named is taken.
+    window_bytes: the most a streamed encoder may take on its card; 0 for what is free there less a margin. Raises:
+    ValueError for a setting that cannot be met, with the memory it would take."""
     wanted, scheme = parse_text_device(setting), applied_scheme(spec, quantize)
     if wanted.mode == "resident":
         assert wanted.device is not None

@@ -73,13 +73,9 @@ def check_scheme(scheme: TextScheme, device: torch.device) -> None:
 
 
 def find_sources(model: nn.Module, folder: Path) -> Sources:
-    """Where the tensors of an empty encoder are, whatever stands before their names; of tied ones only one is listed.
-
-    What stands there depends on the model that wraps a language model, and on the version that saved it; transformers 5
-    leaves out what stood before CLIP's names.
-
-    Raises: ValueError naming a file or tensor that is missing, of another shape, of an unknown type or in 8 bits.
-    """
+    """Where the tensors of an empty encoder are; of tied ones only one is listed. What stands before their names
+    depends on the model that wraps a language model, and on the version that saved it. Raises: ValueError naming a file
+    or tensor that is missing, of another shape, of an unknown type or in 8 bits."""
     index = folder / "model.safetensors.index.json"
     files = sorted(set(read_weight_map(index).values())) if index.is_file() else ["model.safetensors"]
     if lost := [file for file in files if not (folder / file).is_file()]:
@@ -114,10 +110,8 @@ def find_sources(model: nn.Module, folder: Path) -> Sources:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of one tensor, such as T5's two of its embedding, of which files hold either or both.
-
-    transformers before 5 lists the names without their twin, which for encoders is the embedding of the input.
-    """
+    """Names of one tensor, such as T5's two of its embedding, of which files hold either or both. transformers before 5
+    lists the names without their twin, which for encoders is the embedding of the input."""
     declared: Any = getattr(model, "_tied_weights_keys", None) or {}
     if not isinstance(declared, Mapping):
         embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -131,12 +125,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
-    """Fill an empty model, one tensor after the other; what the files hold besides is not touched.
-
-    Without a scheme, weights on the CPU that need no other type are not copied: the system pages them in from the file.
-
-    Raises: as check_scheme, before anything is read.
-    """
+    """Fill an empty model, one tensor after the other; what the files hold besides is not touched. Without a scheme,
+    weights on the CPU that need no other type are not copied: the system pages them in from the file. Raises: as
+    check_scheme, before anything is read."""
     check_scheme(storage.scheme, storage.device)
     waiting = Counter(name.rpartition(".")[0] for name in sources)
     dtypes = weight_dtypes(model, sources, storage.dtype)
@@ -163,11 +154,8 @@ def is_rounded(module: nn.Module, fqn: str, kept: Sequence[str]) -> TypeGuard[nn
 
 
 def weight_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The type each tensor is held in where nothing is rounded.
-
-    Some parts the class wants in float32, by from_pretrained's rule: some in float16, some in bfloat16 too. T5's wo is
-    one in float16, whose range its activations exceed.
-    """
+    """The type each tensor is held in where nothing is rounded. Some parts the class wants in float32, by
+    from_pretrained's rule: some in float16, as T5's wo, some in bfloat16 too."""
     wanted: list[str] = []
     if dtype == torch.float16:
         wanted += getattr(model, "_keep_in_fp32_modules", None) or ()
@@ -197,15 +185,6 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 # their attention. Why 8-bit weights are not streamed: docs/decisions/0008-blocks-from-host-memory.md.
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer's tensors by name, where each lies, and the size of a buffer for them."""
-
-    tensors: Mapping[str, SlotTensor]
-    sources: Sources
-    num_bytes: int
-
-
 class StreamedLayers:
     """The layers of an empty encoder on their way through its device; the rest is filled, and there for good. Raises:
     ValueError as read_weights."""
@@ -218,7 +197,7 @@ class StreamedLayers:
         rest = {name: source for name, source in sources.items() if not name.startswith(f"{prefix}.")}
         read_weights(model, rest, storage)
         dtypes = weight_dtypes(model, sources.keys() - rest.keys(), storage.dtype)
-        self._layers: list[_Layer] = []
+        self._layers: list[tuple[Sources, list[SlotTensor], int]] = []  # their tensors, and bytes of a buffer for them
         for index in range(len(modules)):
             own = {name: source for name, source in sources.items() if name.startswith(f"{prefix}.{index}.")}
             owners = [find_owner(model, name) for name in own]
@@ -226,9 +205,9 @@ class StreamedLayers:
             pieces, size = lay_out((tensor.shape, dtypes[name]) for tensor, name in zip(absent, own, strict=True))
             found = zip(owners, absent, pieces, strict=True)
             tensors = [SlotTensor(owner, leaf, tensor, piece) for (owner, leaf), tensor, piece in found]
-            self._layers.append(_Layer(dict(zip(own, tensors, strict=True)), own, size))
-        largest = max(layer.num_bytes for layer in self._layers)
-        self.slots = Slots([list(layer.tensors.values()) for layer in self._layers], largest, storage.device)
+            self._layers.append((own, tensors, size))
+        largest = max(size for *_, size in self._layers)
+        self.slots = Slots([tensors for _, tensors, _ in self._layers], largest, storage.device)
         self.buffer = PinnedBuffer(largest, storage.device)
         self._finished: list[Any] = []  # outputs of the layer that is computing, one per caption but the last
         self._hooks = HookSet()
@@ -267,15 +246,15 @@ class StreamedLayers:
 
     def _send(self, index: int) -> Slot:
         """Read a layer, which waits for the last copy out of the buffer, and queue its copy to the device."""
-        layer = self._layers[index]
+        sources, tensors, size = self._layers[index]
+        pieces = {name: tensor.piece for name, tensor in zip(sources, tensors, strict=True)}
         if self.buffer.used is not None:
             self.buffer.used.synchronize()
-        for name, found in read_records(layer.sources):
-            piece = layer.tensors[name].piece
-            assert found.shape == piece.shape, name  # refuse_other_shapes has looked
-            piece.view(self.buffer.tensor).copy_(found)
+        for name, found in read_records(sources):
+            assert found.shape == pieces[name].shape, name  # find_sources has looked
+            pieces[name].view(self.buffer.tensor).copy_(found)
         slot = self.slots.slots[index % len(self.slots.slots)]
-        self.slots.load(slot, index, self.buffer.tensor[: layer.num_bytes])
+        self.slots.load(slot, index, self.buffer.tensor[:size])
         self.buffer.used = slot.arrival
         return slot
 

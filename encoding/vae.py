@@ -73,12 +73,8 @@ def find_vae(path: str | Path) -> Path:
 
 
 def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, channels: int) -> None:
-    """Refuse a VAE that load_vae would refuse, or that makes other latents than the model takes.
-
-    Args:
-        channels: of the VAE's own latents, as the model needs them.
-    Raises: ValueError.
-    """
+    """Refuse a VAE that load_vae would refuse, or that makes latents of other channels than the model needs. Raises:
+    ValueError."""
     source = find_vae(path)
     config = _folder_config(family, source) if source.is_dir() else {}
     inside = sorted(file for file in source.glob("*.safetensors") if not file.name.startswith("."))
