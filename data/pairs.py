@@ -8,7 +8,7 @@ of frames, of that name in the folder of control.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -90,13 +90,22 @@ def find_pair(path: Path, size: tuple[int, int] | None, clip: ClipInfo | None, p
         references += [_only(path, name, index, folder, "image") for name in names]
     if len(references) > partners.way.most:
         raise ValueError(f"{path}: has {len(references)} references, and data.condition takes {partners.way.most}")
-    sizes = tuple(read_size(file) for file in references)
-    control = None
-    if partners.config.control:
-        control = _only(path, stem, partners.control, partners.config.control, "clip or image")
-        if size:
-            _refuse_other_shape(path, size, clip, control)
-    return Pair(tuple(references), sizes, control)
+    pair = Pair(tuple(references), tuple(read_size(file) for file in references))
+    if not partners.config.control:
+        return pair
+    control = _only(path, stem, partners.control, partners.config.control, "clip or image")
+    info = probe_clip(control) if is_clip(control) else None
+    if size and (info is None) != (clip is None):
+        kinds = ["an image" if each is None else "a clip" for each in (info, clip)]
+        raise ValueError(f"{control}: is {kinds[0]}, but {path} is {kinds[1]}")
+    if info and clip and info.num_frames != clip.num_frames:
+        raise ValueError(
+            f"{control}: has {info.num_frames} frames, but {path} has {clip.num_frames}; they are shown side by side"
+        )
+    other = info.size if info else read_size(control)
+    if size and is_other_shape(other, size):
+        raise ValueError(f"{control}: is {other[1]}x{other[0]}, but {path} is {size[1]}x{size[0]}; one shape is needed")
+    return replace(pair, control=control)
 
 
 def _only(path: Path, name: str, index: _Index, folder: str, kind: str) -> Path:
@@ -106,18 +115,3 @@ def _only(path: Path, name: str, index: _Index, folder: str, kind: str) -> Path:
         names = f" ({', '.join(file.name for file in found)})" if found else ""
         raise ValueError(f"{path}: {folder} has {there} {kind} of its name, {name}{names}; one is needed")
     return found[0]
-
-
-def _refuse_other_shape(path: Path, size: tuple[int, int], clip: ClipInfo | None, control: Path) -> None:
-    """Raises: ValueError where what an image or clip follows has another shape, or another number of frames."""
-    info = probe_clip(control) if is_clip(control) else None
-    if (info is None) != (clip is None):
-        kinds = ["an image" if each is None else "a clip" for each in (info, clip)]
-        raise ValueError(f"{control}: is {kinds[0]}, but {path} is {kinds[1]}")
-    if info and clip and info.num_frames != clip.num_frames:
-        raise ValueError(
-            f"{control}: has {info.num_frames} frames, but {path} has {clip.num_frames}; they are shown side by side"
-        )
-    other = info.size if info else read_size(control)
-    if is_other_shape(other, size):
-        raise ValueError(f"{control}: is {other[1]}x{other[0]}, but {path} is {size[1]}x{size[0]}; one shape is needed")
