@@ -1,9 +1,4 @@
-"""ComfyUI's own CLIP and VAE as sources of the cache: what they make, and a name for everything that decides it.
-
-The name holds ComfyUI's version, the classes involved, their settings, the tokenizer with its vocabulary, and samples
-of the weights. What has no such name is refused: LoRA patches and hooks on a CLIP, wrappers and replaced methods of
-other packs.
-"""
+"""ComfyUI's own CLIP and VAE as sources of the cache: what they make, and a name for everything that decides it."""
 
 from __future__ import annotations
 
@@ -26,24 +21,18 @@ from .compiler import outside
 
 AS_LOADED = "connect it as it comes from its loader"
 _OF_SONGS = ("AceT5Tokenizer", "ACE15Tokenizer")  # whose nodes give lyrics beside tags
-_IN_NO_TEXT = "\ud800"  # half of a character, which no UTF-8 holds
 _PLAIN = (str, bool, int, float, type(None))
 # Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD leave out;
 # ComfyUI then has whatever was in that memory, other numbers at every load.
 _POOLED_BY_NOBODY = {"SDXLClipModel": "clip_l", "SD2ClipModel": "clip_h"}
 # What SDClipModel and its like read while encoding; layer choices are in options_default, the others vary per call.
 _ENCODER_SETTINGS = (
-    *("options_default", "max_length", "num_layers", "special_tokens", "enable_attention_masks"),
-    *("zero_out_masked", "layer_norm_hidden_state", "return_attention_masks"),
+    "options_default max_length num_layers special_tokens enable_attention_masks zero_out_masked "
+    "layer_norm_hidden_state return_attention_masks"
 )
-_VISION_SETTINGS = (
-    *("image_size", "image_mean", "image_std", "model_type", "config", "return_all_hidden_states", "dtype"),
-)
+_VISION_SETTINGS = "image_size image_mean image_std model_type config return_all_hidden_states dtype"
+_VAE_SETTINGS = "vae_dtype latent_channels latent_dim output_channels pad_channel_value crop_input not_video"
 _STEREO = 2
-_VAE_SETTINGS = (
-    *("vae_dtype", "latent_channels", "latent_dim", "output_channels"),
-    *("pad_channel_value", "crop_input", "not_video"),
-)
 
 
 def release_models() -> None:
@@ -58,9 +47,8 @@ class _Encoder:
 
     def __init__(self, value: Any, kind: str, own: type, loader: str = "one of its loaders") -> None:
         if type(value) is not own:
-            raise ValueError(
-                f"stock_{kind.lower()} is a {_class_name(value)}, not ComfyUI's own {own.__name__}; use {loader}"
-            )
+            found = f"stock_{kind.lower()} is a {_class_name(value)}"
+            raise ValueError(f"{found}, not ComfyUI's own {own.__name__}; use {loader}")
         _refuse_replaced(value, kind)
         self.stock: Any = value
 
@@ -93,7 +81,7 @@ def _without_embeddings(tokenizer: Any) -> Any:
         if hasattr(value, "tokenize_with_weights"):
             setattr(made, key, _without_embeddings(value))
     if hasattr(made, "embedding_identifier"):
-        made.embedding_identifier = _IN_NO_TEXT
+        made.embedding_identifier = "\ud800"  # half of a character, which no UTF-8 holds
     return made
 
 
@@ -121,10 +109,8 @@ class HostClip(_Encoder):
         self._is_of_songs = type(clip.tokenizer).__name__ in _OF_SONGS
 
     def encode(self, text: str) -> Any:
-        """A CONDITIONING, as CLIPTextEncode gives it of this prompt, or of one that stands for a literal text.
-
-        Of a song it is that of its own node, and of no text ConditioningZeroOut's, which these models sample against.
-        """
+        """A CONDITIONING, as CLIPTextEncode gives it of this prompt, or of one that stands for a literal text. Of a
+        song it is that of its own node, and of no text ConditioningZeroOut's, which these models sample against."""
         # As ComfyUI runs its nodes; it forgets recordings behind a node only.
         with torch.inference_mode(), outside(about="this CLIP"):
             made = self.asked.encode_from_tokens_scheduled(self.tokens(text))
@@ -150,7 +136,7 @@ class HostVae(_Encoder):
 
         super().__init__(vae, "VAE", comfy.sd.VAE)
         vae.throw_exception_if_invalid()
-        settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS}
+        settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS.split()}
         settings["output_dtype"] = str(vae.vae_output_dtype())
         self.fingerprint = _name("VAE", vae.patcher, settings)
         self.takes_clips = bool(vae.latent_dim == 3 and not vae.not_video)  # VAE.encode makes one video of a batch then
@@ -161,30 +147,22 @@ class HostVae(_Encoder):
             return self.stock.encode(pixels)
 
     def encode_sound(self, waveform: torch.Tensor, rate: int, *, is_padded: bool = False) -> torch.Tensor:
-        """[channels, samples] at its rate -> the samples of a LATENT, as VAE Encode Audio gives them.
-
-        Args:
-            is_padded: whether silence is put behind what the VAE would crop away on both sides.
-        Raises: ValueError for a VAE of pictures.
-        """
-        import torch
+        """[channels, samples] at its rate -> the samples of a LATENT, as VAE Encode Audio gives them. is_padded: with
+        silence behind what the VAE would crop away on both sides. Raises: ValueError for a VAE of pictures."""
         import torchaudio
         from comfy_extras.nodes_audio import VAEEncodeAudio
 
         if self.stock.output_channels != _STEREO:
             raise ValueError(f"it is a VAE of {self.stock.output_channels} channels, and those of sound have {_STEREO}")
         own = int(getattr(self.stock, "audio_sample_rate", rate))
-        # VAEs of music draw their latents; so a part has the same ones in every run.
-        drawn = own_random_states([self.stock.device], 0)
+        drawn = own_random_states([self.stock.device], 0)  # VAEs of music draw their latents
         with torch.inference_mode(), outside(about="this VAE"), drawn:
             if is_padded:
                 waveform = torchaudio.functional.resample(waveform, rate, own) if rate != own else waveform
                 waveform = torch.nn.functional.pad(waveform, (0, -waveform.shape[-1] % int(self.stock.downscale_ratio)))
                 rate = own
-            (latent,) = VAEEncodeAudio.execute(
-                vae=self.stock, audio={"waveform": waveform[None], "sample_rate": rate}
-            ).args
-            return latent["samples"]
+            audio = {"waveform": waveform[None], "sample_rate": rate}
+            return VAEEncodeAudio.execute(vae=self.stock, audio=audio).args[0]["samples"]
 
 
 class HostVision(_Encoder):
@@ -194,7 +172,7 @@ class HostVision(_Encoder):
         import comfy.clip_vision
 
         super().__init__(vision, "VISION", comfy.clip_vision.ClipVisionModel, "Load CLIP Vision")
-        settings = {name: _plain(getattr(vision, name)) for name in _VISION_SETTINGS}
+        settings = {name: _plain(getattr(vision, name)) for name in _VISION_SETTINGS.split()}
         self.fingerprint = _name("VISION", vision.patcher, settings)
 
 
@@ -222,9 +200,9 @@ def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
 
 def _weights(patcher: Any) -> dict[str, torch.Tensor]:
     """The weights as they were loaded: where a clone with a LoRA has patched the shared module, its backup counts."""
-    originals = {name: backup[0] for name, backup in patcher.hook_backup.items()}
-    originals |= {name: backup.weight for name, backup in patcher.backup.items()}  # hooks come on top of patches
-    found = {name: originals.get(name, weight) for name, weight in patcher.model.state_dict().items()}
+    found = patcher.model.state_dict()
+    for backup in (patcher.hook_backup, patcher.backup):  # hooks come on top of patches
+        found |= {name: kept[0] for name, kept in backup.items() if name in found}
     pooled_by_nobody = _POOLED_BY_NOBODY.get(type(patcher.model).__name__)
     for name, module in patcher.model.named_modules():
         layers = getattr(module, "options_default", None)  # layer, its index, whether the pooled output is projected
@@ -239,7 +217,7 @@ def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any
         _refuse_replaced(module, name)
         settings: dict[str, Any] = {"sizes": module.extra_repr()}  # padding modes and epsilons too
         if hasattr(module, "options_default"):
-            settings = {key: _plain(getattr(module, key)) for key in _ENCODER_SETTINGS if hasattr(module, key)}
+            settings = {key: _plain(getattr(module, key)) for key in _ENCODER_SETTINGS.split() if hasattr(module, key)}
         config = getattr(module, "config", None)
         if dataclasses.is_dataclass(config) and not isinstance(config, type):
             settings["config"] = _plain(dataclasses.asdict(config))
@@ -290,4 +268,4 @@ def _plain(value: Any) -> Any:
 
 
 def _class_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return str(_plain(type(value)))

@@ -1,9 +1,8 @@
 """ComfyUI's compiler, and how this pack's forwards stay outside of it.
 
-Since 0.35 ComfyUI records what a forward allocates (comfy/model_prefetch.py) and hands out the same addresses at the
-next one. It also captures single blocks as CUDA graphs. Both belong to one thread, one stream and one card
-(docs/internals/upstream_facts.md). Two switches of the process say whether, whenever a forward begins. While one of
-ours computes, nobody else's forward is recorded.
+Since 0.35 ComfyUI records what a forward allocates (comfy/model_prefetch.py) and captures blocks as CUDA graphs. Both
+belong to one thread, one stream and one card (docs/internals/upstream_facts.md). Two switches of the process say
+whether, whenever a forward begins. While one of ours computes, nobody else's forward is recorded.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ from ...events import first_line
 _log = logging.getLogger(__name__)
 
 _ALLOCATIONS, _CAPTURES = "disable_comfy_compiler", "disable_cuda_graphs"  # of comfy.cli_args.args
-_ERROR = "aimdo memory compile error"  # comfy_aimdo.malloc_graph 0.5.0 to 0.6.0
+# What errors of the one and the other say; comfy_aimdo.malloc_graph 0.5.0 to 0.6.0, CUDA and torch.
+_ERRORS = {
+    "aimdo memory compile error": _ALLOCATIONS,
+    **dict.fromkeys(("stream is capturing", "during capture", "while capturing"), _CAPTURES),
+}
 _SPLIT = "this model on several cards"
-_CAPTURE_ERRORS = ("stream is capturing", "during capture", "while capturing")  # CUDA's and torch's
-
-
-class _Failure(RuntimeError):
-    """Says what to switch off."""
-
-
 _LOCK = threading.RLock()  # Python's collector may have a patcher detach, and so leave, at any place
 _inside: list[dict[str, bool]] = []  # switches as whoever is inside found them
 
@@ -64,23 +60,16 @@ def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterat
         try:
             _prepare(devices, about)
             yield
-        except _Failure:
-            raise
         except RuntimeError as error:
-            text = str(error)
-            if text.startswith(_ERROR):
-                raise _failure(about, f"it says {text!r}", _ALLOCATIONS) from error
-            if any(words in text for words in _CAPTURE_ERRORS):
-                fault = f"the capture of a block failed with {first_line(error)!r}"
-                raise _failure(about, fault, _CAPTURES) from error
-            raise
+            switch = next((switch for words, switch in _ERRORS.items() if words in str(error)), "")
+            if not switch or _flag(switch) in str(error):  # explained further in
+                raise
+            raise _failure(about, f"it fails with {first_line(error)!r}", switch) from error
 
 
 def _prepare(devices: Iterable[torch.device], about: str) -> None:
-    """End a graph that is active in this thread. Raises: RuntimeError if ComfyUI has no way to, or would record
-    although its switches are set.
-    """
-    prefetch = sys.modules.get("comfy.model_prefetch")  # None: nothing has imported it, nothing can have begun a graph
+    """End a graph that is active in this thread. Raises: RuntimeError if ComfyUI has no way to, or would record yet."""
+    prefetch = sys.modules.get("comfy.model_prefetch")  # None: nothing can have begun a graph
     is_enabled = getattr(prefetch, "malloc_graph_enabled", lambda device: not hasattr(_arguments(), _ALLOCATIONS))
     still = [str(each) for each in devices if is_enabled(each)] if hasattr(prefetch, "malloc_graph_begin") else []
     if still:
@@ -97,11 +86,13 @@ def _prepare(devices: Iterable[torch.device], about: str) -> None:
     cleanup()
 
 
-def _failure(about: str, what: str, switch: str) -> _Failure:
-    return _Failure(
-        f"ComfyUI's own compiler does not go with {about}: {what}. Start ComfyUI with "
-        f"--{switch.replace('_', '-')}, and please report it"
-    )
+def _failure(about: str, what: str, switch: str) -> RuntimeError:
+    said = f"ComfyUI's own compiler does not go with {about}: {what}"
+    return RuntimeError(f"{said}. Start ComfyUI with {_flag(switch)}, and please report it")
+
+
+def _flag(switch: str) -> str:
+    return f"--{switch.replace('_', '-')}"
 
 
 def _arguments() -> Any:

@@ -1,14 +1,8 @@
 """Names from sockets become paths here, and nowhere else.
 
-A workflow is often somebody else's. So what a node reads lies in a folder of ComfyUI's (input, output, temp, user, and
-every model folder), or in one that the user of this machine allows in a file that no workflow can write:
-
-    # devicebridge.toml in ComfyUI's user folder
-    allowed_folders = ["/data/images", "/mnt/models"]
-    allowed_hosts = ["comfy.example"]  # under which a browser may ask for what the page shows (runs/guard.py)
-
-A link counts as what it leads to. The refusal of a path elsewhere does not tell whether it is there. What is written
-always lies in ComfyUI's output folder.
+A workflow is often somebody else's. So what a node reads lies in a folder of ComfyUI's, or in one that the user of this
+machine allows in a file that no workflow can write (`settings_file`). A link counts as what it leads to. The refusal of
+a path elsewhere does not tell whether it is there.
 """
 
 from __future__ import annotations
@@ -43,13 +37,10 @@ def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Pa
     ask: called while the folder is looked through; raises to stop.
     Raises: ValueError if it is no folder there, or something in it lies where nodes may not read.
     """
-    path = _named_folder(name, what)
-    _refuse_links_outside(path, what, ask)
-    return path
+    return _without_links_outside(_named_folder(name, what), what, ask)
 
 
 def _named_folder(name: str, what: str) -> Path:
-    """As folder_in_input, without a look at what it holds."""
     if not (name := name.strip()):
         raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
     path = _expanded(name, what)
@@ -67,23 +58,20 @@ def readable_path(name: str, what: str) -> Path:
     _refuse_unreadable(path, name, what)
     if not path.exists():
         raise ValueError(f"{what} {str(path)!r} does not exist")
-    _refuse_links_outside(path, what)
-    return path
+    return _without_links_outside(path, what)
 
 
 def find_component(kind: str, name: str) -> str:
-    """Path of a VAE or text encoder: a name inside models/<kind>, or a full path; "" stays "".
-
-    Raises: ValueError if there is nothing of that name, or nodes may not read it.
-    """
+    """Path of a VAE or text encoder: a name inside models/<kind>, or a full path; "" stays "". Raises: ValueError if
+    there is nothing of that name, or nodes may not read it."""
     if not (name := name.strip()):
         return ""
-    if _expanded(name, kind).is_absolute():
-        return str(readable_path(name, kind))
-    places = [_inside(Path(base), name, kind) for base in folder_paths.get_folder_paths(kind)]
-    if found := next(filter(Path.exists, places), None):
-        return str(readable_path(str(found), kind))
-    raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(map(str, places))}")
+    is_name, bases = not _expanded(name, kind).is_absolute(), folder_paths.get_folder_paths(kind)
+    places = [str(_inside(Path(base), name, kind)) for base in bases if is_name]
+    found = next(filter(os.path.exists, places), None) if is_name else name
+    if found is None:
+        raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(places)}")
+    return str(readable_path(found, kind))
 
 
 def list_components(kind: str) -> list[str]:
@@ -101,15 +89,12 @@ def list_components(kind: str) -> list[str]:
 def list_input_folders() -> list[str]:
     """Folders that datasets may be in: in ComfyUI's input folder, two deep, and those the user allows. They have files,
     or folders with files."""
-    base = Path(folder_paths.get_input_directory())
-    found = [folder for each in _folders_in(base) for folder in (each, *_folders_in(each))]
-    names = [folder.relative_to(base).as_posix() for folder in found if _holds_files(folder)]
-    try:
-        allowed = [Path(folder) for folder in _allowed("folders")]
-    except ValueError:
-        allowed = []  # reading a folder says so
-    more = [folder for each in allowed for folder in (each, *_folders_in(each))]
-    return sorted(names)[:_MOST_LISTED] + [str(folder) for folder in more if _holds_files(folder)][:_MOST_LISTED]
+    base, allowed = Path(folder_paths.get_input_directory()), list[Path]()
+    with suppress(ValueError):  # reading a folder says so
+        allowed = list(map(Path, _allowed("folders")))
+    own, more = ([part for each in of for part in (each, *_folders_in(each))] for of in (_folders_in(base), allowed))
+    names = sorted(folder.relative_to(base).as_posix() for folder in own if _holds_files(folder))
+    return names[:_MOST_LISTED] + [str(folder) for folder in more if _holds_files(folder)][:_MOST_LISTED]
 
 
 def own_datasets() -> list[str]:
@@ -122,8 +107,7 @@ def own_dataset(name: str, file: str) -> Path:
     """The folder of one of own_datasets. Raises: ValueError if it, or this file or folder in it, leads out."""
     path = _named_folder(name, "folder")
     refuse_writing(path)
-    _refuse_links_outside(path / os.path.basename(file), "folder")
-    return path
+    return _without_links_outside(path / os.path.basename(file), "folder").parent
 
 
 def refuse_writing(folder: Path) -> None:
@@ -143,24 +127,22 @@ def shown_picture(picture: Picture) -> dict[str, str]:
     return {"filename": Path(path).name, "subfolder": "", "type": "temp"}
 
 
+def _listed(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return list(folder.iterdir())
+    return []
+
+
 def _folders_in(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    except OSError:
-        return []
+    return [each for each in _listed(folder) if os.path.isdir(each) and not each.name.startswith(".")]
+
+
+def _has_files(folder: Path) -> bool:
+    return any(map(os.path.isfile, _listed(folder)))
 
 
 def _holds_files(folder: Path) -> bool:
     return _has_files(folder) or any(map(_has_files, _folders_in(folder)))
-
-
-def _has_files(folder: Path) -> bool:
-    try:
-        with os.scandir(folder) as entries:
-            return any(entry.is_file() for entry in entries)
-    except OSError:
-        return False
 
 
 def folder_in_output(name: str, what: str) -> Path:
@@ -242,18 +224,17 @@ def _diffusers_folders() -> dict[str, str]:
 
 
 def settings_file() -> Path:
-    """Where the user allows folders; it need not exist. ComfyUI's own web interface writes in sub-folders only."""
+    """Where the user allows folders, and hosts under which a browser may ask (runs/guard.py); it need not exist.
+    ComfyUI's own web interface writes in sub-folders only."""
     return Path(folder_paths.get_user_directory()) / "devicebridge.toml"
 
 
 def memory_folder() -> Path:
-    """Where the queue and the jobs of runs are remembered, which need not exist: the directory of a system user, which
-    ComfyUI keeps from every request."""
+    """Where the queue and the jobs of runs are remembered: a system user's, which ComfyUI keeps from every request."""
     return Path(folder_paths.get_user_directory()) / MEMORY
 
 
 def _refuse_unreadable(path: Path, name: str, what: str) -> None:
-    """Raises: ValueError if it lies neither in a folder of ComfyUI's nor in one that the user allows."""
     if not _is_below(path, _readable_folders()):
         _refuse(f"{what} {name!r}", path)
 
@@ -272,7 +253,7 @@ def refuse_job(job: JobConfig) -> None:
             _refuse_writing_elsewhere(path, key)
         elif path.is_absolute():  # there or not: a resumed run does without the LoRA that it began with
             _refuse_unreadable(path, name, key)
-            _refuse_links_outside(path, key)
+            _without_links_outside(path, key)
         elif key not in _MAY_BE_NAMES or path.anchor or ".." in path.parts:
             raise ValueError(f"{key} {name!r} is no full path; give one")
 
@@ -311,12 +292,13 @@ def _allow(path: Path) -> str:
     return f"allow its folder once, in {settings_file()}:\nallowed_folders = [{shown}]"
 
 
-def _refuse_links_outside(path: Path, what: str, ask: Callable[[], None] = go_on) -> None:
+def _without_links_outside(path: Path, what: str, ask: Callable[[], None] = go_on) -> Path:
     """Raises: ValueError for a link in this folder, or one folder below, to where nodes may not read."""
     folders = _readable_folders()
     for entry in _entries(path, ask) if path.is_dir() else ():
         if entry.is_symlink() and not _is_below(entry, folders):
             _refuse(f"{what}: the link {str(entry)!r} leads to what", entry)
+    return path
 
 
 def _entries(folder: Path, ask: Callable[[], None]) -> Iterator[Path]:
@@ -331,9 +313,7 @@ def _entries(folder: Path, ask: Callable[[], None]) -> Iterator[Path]:
 
 def state_of(place: Path, ask: Callable[[], None] = go_on) -> list[tuple[str, int, int]]:
     """Equal while a file, or the files of a folder and of its folders, are the same: names, bytes, times of change.
-
-    Raises: ValueError for a folder of far more than a dataset.
-    """
+    Raises: ValueError for a folder of far more than a dataset."""
     files = filter(Path.is_file, _entries(place, ask) if place.is_dir() else (place,))
     found = ((each.relative_to(place).as_posix(), each.stat()) for each in files)
     return [(name, status.st_size, status.st_mtime_ns) for name, status in found]
@@ -354,15 +334,13 @@ def _of_uploads() -> list[str]:
 
 def allowed_hosts() -> list[str]:
     """Names under which the user lets browsers ask."""
-    try:
+    with suppress(ValueError):  # reading a folder says so
         return _allowed("hosts")
-    except ValueError:
-        return []  # reading a folder says so
+    return []
 
 
 def _allowed(what: str) -> list[str]:
-    """Folders or hosts of the settings file. Raises: ValueError for one that holds something else, or lies where
-    requests write."""
+    """Folders or hosts of the settings file. Raises: ValueError where it holds something else, or requests write."""
     if not (file := settings_file()).exists():
         return []
     refuse_uploads_to(file)
@@ -407,7 +385,6 @@ def _inside(base: Path, name: str, what: str) -> Path:
     _expanded(name, what)
     normal_base = os.path.normpath(base)
     path = os.path.normpath(os.path.join(normal_base, name))
-    drive, _ = os.path.splitdrive(name)
-    if drive or path == normal_base or not path.startswith(normal_base + os.sep):
+    if os.path.splitdrive(name)[0] or not path.startswith(normal_base + os.sep):
         raise ValueError(f"{what} {name!r} leads out of {normal_base}; give the name of something inside it")
     return Path(path)

@@ -9,10 +9,11 @@ import socket
 import sys
 import threading
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import folder_paths
 
@@ -35,7 +36,6 @@ _MESSAGE = "devicebridge.page"
 _lock = threading.Lock()  # of the store: requests come in several threads
 _drawing = ThreadPoolExecutor(4, "devicebridge-pictures")  # so that pictures keep no other request waiting
 _listeners: weakref.WeakSet[web.StreamResponse] = weakref.WeakSet()  # websockets of pages that may receive what is new
-_NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 def add_page() -> None:
@@ -43,8 +43,7 @@ def add_page() -> None:
     from server import PromptServer
 
     queue = background_queue()
-    store = queue.store
-    api = Api(store, queue, Host(_loras, describe_cards, _free, own_datasets, own_dataset, cards_of, _names))
+    api = Api(queue.store, queue, Host(_loras, describe_cards, _free, own_datasets, own_dataset, cards_of, _names))
     if any((left := runs_folder() / ".jobs").glob("*.json")):  # where browsers can write
         _log.warning("the jobs in %s, a queue of an earlier version, are not started; queue them again", left)
 
@@ -62,10 +61,9 @@ def add_page() -> None:
         return _to_response(await asyncio.get_running_loop().run_in_executor(pool, answer))
 
     PromptServer.instance.app.on_response_prepare.append(_note_listener)
-    routes = PromptServer.instance.routes
-    routes.get(f"{PREFIX}{{name}}")(handle)
-    routes.post(f"{PREFIX}{{name}}")(handle)
-    threading.Thread(target=_tell, args=(News(store, queue),), name="devicebridge-page", daemon=True).start()
+    for add in (PromptServer.instance.routes.get, PromptServer.instance.routes.post):
+        add(f"{PREFIX}{{name}}")(handle)
+    threading.Thread(target=_tell, args=(News(queue.store, queue),), name="devicebridge-page", daemon=True).start()
 
 
 def background_queue() -> JobQueue:
@@ -109,12 +107,13 @@ def refuse_cards_of_others(job: JobConfig) -> None:
 def _to_response(answer: Answer) -> web.StreamResponse:
     from aiohttp import web
 
+    headers = {"X-Content-Type-Options": "nosniff"}
     if answer.body:
-        headers = {"Cache-Control": "private, max-age=3600", "X-Content-Type-Options": "nosniff"}
+        headers["Cache-Control"] = "private, max-age=3600"
         return web.Response(body=answer.body, content_type=answer.kind, headers=headers)
     if answer.file is None:
-        return web.json_response(answer.values, status=answer.status, headers=_NOT_KEPT)
-    headers = {"Content-Type": answer.kind, "X-Content-Type-Options": "nosniff"}
+        return web.json_response(answer.values, status=answer.status, headers={**headers, "Cache-Control": "no-store"})
+    headers["Content-Type"] = answer.kind
     if answer.is_saved:
         name = "".join(each if each.isalnum() or each in "-_." else "_" for each in answer.file.name)
         headers["Content-Disposition"] = f'attachment; filename="{name.encode("ascii", "replace").decode()}"'
@@ -145,17 +144,14 @@ def _tell(news: News) -> None:
             with _lock:
                 found = news.gather()
             listening = [each for each, line in list(server.sockets.items()) if line in _listeners]
-            if turn % _CARDS_EVERY == 0 and listening and _has_work(news, server):
+            has_work = news.is_busy or server.prompt_queue.get_tasks_remaining() > 0
+            if turn % _CARDS_EVERY == 0 and listening and has_work:
                 found["cards"] = describe_cards()
             for each in listening if found else ():
                 server.send_sync(_MESSAGE, found, each)
         except Exception:
             _log.exception("the page is not told what is new")
             pause.wait(30 * _EVERY_S)
-
-
-def _has_work(news: News, server: Any) -> bool:
-    return news.is_busy or server.prompt_queue.get_tasks_remaining() > 0
 
 
 # ---- ComfyUI's cards and folders
@@ -169,8 +165,8 @@ def _names() -> set[str]:
     """Names of this machine, those that ComfyUI listens on, and those that the user allows."""
     from comfy.cli_args import args
 
-    own = socket.gethostname()
-    first, listens = own.partition(".")[0], str(vars(args).get("listen", "")).split(",")
+    own, listens = socket.gethostname(), str(vars(args).get("listen", "")).split(",")
+    first = own.partition(".")[0]
     return {each.lower() for each in (own, first, f"{first}.local", *listens, *allowed_hosts())}
 
 
@@ -178,11 +174,10 @@ def _held_by_models() -> Held:
     """Cards that ComfyUI's models lie on."""
     import comfy.model_management as management
 
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for loaded in list(management.current_loaded_models):
         if loaded.model is not None and not management.is_device_cpu(loaded.device):
-            name = f"{loaded.device.type}:{loaded.device.index or 0}"
-            sizes[name] = sizes.get(name, 0) + loaded.model_loaded_memory()
+            sizes[f"{loaded.device.type}:{loaded.device.index or 0}"] += loaded.model_loaded_memory()
     return {card: f"ComfyUI holds models of {size / 1e9:.1f} GB on" for card, size in sizes.items() if size}
 
 
@@ -190,6 +185,5 @@ def _free() -> None:
     """Ask for what ComfyUI's own button does: it takes its models out when no workflow runs."""
     from server import PromptServer
 
-    queue = PromptServer.instance.prompt_queue
-    queue.set_flag("unload_models", True)
-    queue.set_flag("free_memory", True)
+    for flag in ("unload_models", "free_memory"):
+        PromptServer.instance.prompt_queue.set_flag(flag, True)

@@ -18,11 +18,11 @@ import torch
 from devicebridge.families.comfy import registry, token_plans
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.nodes.host.native.model import native_training, plain_attention
-from devicebridge.nodes.host.split import deriving, gradients
+from devicebridge.nodes.host.split import deriving
+from devicebridge.nodes.host.split import examine as gradients
 from devicebridge.nodes.host.split.attachments import OVERRIDE
 from devicebridge.nodes.host.split.deriving import Cards, find_rows, small_forwards, with_derived_rows
-from devicebridge.nodes.host.split.examine import examine
-from devicebridge.nodes.host.split.gradients import gradient_fault, gradients_of, trained_blocks, worst
+from devicebridge.nodes.host.split.examine import examine, gradient_fault, gradients_of, trained_blocks, worst
 from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.shown_inputs import ShownInputs
 from devicebridge.parallel.block_lists import find_block_lists

@@ -10,7 +10,6 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from devicebridge.nodes.allocation import read_allocation
 from devicebridge.nodes.host.split.model import load_split_model
-from devicebridge.nodes.host.split.model_copy import original_of
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, long_case, split
@@ -34,7 +33,6 @@ def loaded_split(case: Case) -> None:
     for name in ("flux1", "wan_vace", "qwen_image", "sdxl"):
         reference = host.reference(name)
         divided = _load_split(host, name)
-        case.check(f"{name}: the weights are the file's, not copies", _lies_in_its_file(divided))
         whole = sum(parameter.nbytes for parameter in divided.model.diffusion_model.parameters())
         with peaks_of(host.machine) as peaks:
             case.equal(name, host.sample(divided, name), reference)
@@ -42,21 +40,8 @@ def loaded_split(case: Case) -> None:
         case.check(f"{name}: on both cards", places == {str(HOME), str(OTHER)}, places)
         case.check(f"{name}: the whole was on no card", max(peaks.values()) < 0.85 * whole, (peaks, whole))
         host.unload_all()
-        case.check(f"{name}: after unloading as well", _lies_in_its_file(divided))
         case.equal(f"{name}: after unloading", host.sample(divided, name), reference)
         host.unload_all()
-
-
-def _lies_in_its_file(divided: Any) -> bool:
-    """Whether every weight of a blocks' layer is the mapped tensor itself."""
-    tree = divided._tree
-    origin = tree.executor.origin_on(divided.load_device, tree.origin)
-    blocks = [(name, p) for name, p in divided.model.named_parameters() if "block" in name and p.ndim > 1]
-    originals = [original_of(origin, name, parameter, CPU) for name, parameter in blocks]
-    return bool(blocks) and all(
-        original is not None and original.data_ptr() == parameter.data_ptr()
-        for (_, parameter), original in zip(blocks, originals, strict=True)
-    )
 
 
 @case
@@ -127,8 +112,6 @@ def fp8_scaled_checkpoint(case: Case) -> None:
     case.equal("clean again", host.sample(divided, NAME), reference)
     loaded = _load_split(host, NAME, path=Path(path))
     case.equal("loaded split", host.sample(loaded, NAME), reference)
-    host.unload_all()
-    case.check("after unloading the weights are the file's", _lies_in_its_file(loaded))
 
 
 def quantised_checkpoint(host: Host, quant_format: str, name: str = NAME, **how: Any) -> Path:

@@ -220,7 +220,7 @@ def tensor_weight_types_of_the_loader(case: Case) -> None:
 
 @long_case
 def tensor_files_lie_in_host_memory_once(case: Case) -> None:
-    """Slices are of the mapped file, before a card takes them, while they are streamed, and when they come back. No
+    """Slices are of the loaded weights, before a card takes them, while they are streamed, and when they come back. No
     slice is joined in host memory on its way."""
     host, name = case.host, "flux1_heads"
     joined: list[int] = []
@@ -231,28 +231,28 @@ def tensor_files_lie_in_host_memory_once(case: Case) -> None:
         return plain(self)
 
     for what in ("scaled_fp8", "int8_rows", "float32"):
-        path, mapped = FILES.get(what, Host.checkpoint)(host, name), {}
-        with _noting_file(mapped):
+        path, wholes = FILES.get(what, Host.checkpoint)(host, name), {}
+        with _noting_wholes(wholes):
             divided = load_divided(path, name)
-        blocks = sum(size for key, size in mapped.values() if "_blocks." in key)
+        blocks = sum(size for _, size in wholes.values())
         with mock.patch.object(JoinedSlices, "joined", counted):
-            _check_host_bytes(case, f"{what}, as loaded", divided, mapped, blocks)
+            _check_host_bytes(case, f"{what}, as loaded", divided, wholes, blocks)
             host.sample(divided, name)
             host.unload_all()
-            _check_host_bytes(case, f"{what}, unloaded", divided, mapped, blocks)
+            _check_host_bytes(case, f"{what}, unloaded", divided, wholes, blocks)
             host.sample(divided, name)
             companion = divided.companions[0]
             companion.partially_unload(CPU, sum(p.nbytes for p in companion.model.parameters()) // 3)
             host.unload_all()
-            _check_host_bytes(case, f"{what}, unloaded in two parts", divided, mapped, blocks)
+            _check_host_bytes(case, f"{what}, unloaded in two parts", divided, wholes, blocks)
             with_lora = host.lora(divided, name)
             host.sample(with_lora, name)
-            _check_host_bytes(case, f"{what}, with a LoRA", with_lora, mapped, blocks)
+            _check_host_bytes(case, f"{what}, with a LoRA", with_lora, wholes, blocks)
             host.unload_all()
-            _check_host_bytes(case, f"{what}, unloaded with a LoRA", divided, mapped, blocks)
+            _check_host_bytes(case, f"{what}, unloaded with a LoRA", divided, wholes, blocks)
             with host.machine.room_for(sum(p.nbytes for p in companion.model.parameters()) // 2, OTHER):
                 host.sample(divided, name)
-                _check_host_bytes(case, f"{what}, streamed", divided, mapped, blocks)
+                _check_host_bytes(case, f"{what}, streamed", divided, wholes, blocks)
             host.unload_all()
         case.check(f"{what}: nothing was joined in host memory", not joined, joined)
         joined.clear()
@@ -282,28 +282,32 @@ def tensor_pins_only_slices_that_lie_in_one_piece(case: Case) -> None:
 
 
 @contextmanager
-def _noting_file(found: dict[int, tuple[str, int]]) -> Iterator[None]:
-    """Inside, the tensors of files that ComfyUI maps: address -> name and bytes."""
-    load = comfy.utils.load_torch_file
+def _noting_wholes(found: dict[int, tuple[str, int]]) -> Iterator[None]:
+    """Inside, the weights of blocks that ComfyUI loads: address -> name and bytes."""
+    load = comfy.sd.load_diffusion_model
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        weights, metadata = load(*args, **kwargs)
-        for key, each in weights.items():
-            found[each.data_ptr()] = key, each.nbytes
-        return weights, metadata
+        model = load(*args, **kwargs)
+        for key, weight in model.model.named_parameters():
+            pieces = _pieces(weight.data) if "_blocks." in key else ()
+            found.update((each.data_ptr(), (key, each.nbytes)) for each in pieces)
+        return model
 
-    with mock.patch.object(comfy.utils, "load_torch_file", noting):
+    with mock.patch.object(comfy.sd, "load_diffusion_model", noting):
         yield
 
 
-def _check_host_bytes(case: Case, claim: str, divided: Any, mapped: dict[int, tuple[str, int]], blocks: int) -> None:
-    """Of all cards' weights in host memory, what is not in the file: scales of rows, and no more."""
-    ends = [(start, start + size) for start, (_, size) in mapped.items()]
+def _check_host_bytes(case: Case, claim: str, divided: Any, wholes: dict[int, tuple[str, int]], blocks: int) -> None:
+    """Of all cards' blocks in host memory, what is not in the loaded weights: scales of rows, and no more."""
+    ends = [(start, start + size) for start, (_, size) in wholes.items()]
     bytes_beside = {
         piece.data_ptr(): piece.nbytes
         for patcher in (divided, *divided.companions)
-        for weight in (*patcher.model.parameters(), *(kept.weight for kept in patcher.backup.values()))
-        for piece in _pieces(weight.data)
+        for key, weight in (
+            *patcher.model.named_parameters(),
+            *((n, kept.weight) for n, kept in patcher.backup.items()),
+        )
+        for piece in (_pieces(weight.data) if "_blocks." in key else ())
         if piece.device == CPU and not any(first <= piece.data_ptr() < last for first, last in ends)
     }
     beside = sum(bytes_beside.values())

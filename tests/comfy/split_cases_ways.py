@@ -324,12 +324,12 @@ def doctor_measures_blocks_with_random_weights(case: Case) -> None:
         "Wan 14B": ({"dim": 512, "ffn_dim": 512, "num_heads": 4}, (16, 1, 4, 4)),
     }
     small = [
-        dataclasses.replace(each, kwargs={**each.kwargs, **kwargs}, latent=latent, text=(8, each.text[1]))
+        each._replace(kwargs={**each.kwargs, **kwargs}, latent=latent, text=(8, each.text[1]))
         for each in bench.SUBJECTS[1:]
         for kwargs, latent in [sizes[each.name]]
     ]
-    small[0] = dataclasses.replace(small[0], class_name="NoSuchClass")
-    without_limit = mock.patch.multiple(bench, _BUDGET_S=math.inf, _SHORT_S=0.0)  # however slow these cards are
+    small[0] = small[0]._replace(class_name="NoSuchClass")
+    without_limit = mock.patch.multiple(bench, _BUDGET_S=math.inf, _STEPS=4)  # however slow these cards are
     with without_limit, mock.patch.object(split_module, "plan_tensor", side_effect=ValueError("not on these cards")):
         found = bench.measure_blocks((HOME, OTHER), small)
     case.check("each model", [each["model"] for each in found] == list(sizes), found)
@@ -339,9 +339,9 @@ def doctor_measures_blocks_with_random_weights(case: Case) -> None:
     case.check("why not", each["why"] == {"tensor": "not on these cards"}, each)
     case.check("a class that is not there", list(unknown["why"]) == ["all"] and not unknown["seconds"], unknown)
     times = iter((10.0, 11.0, 13.0, 19.0))  # one for each step's call of the model, and none behind the last
-    with mock.patch.object(bench, "time", SimpleNamespace(perf_counter=lambda: next(times))):
-        seconds = bench._sample(bench._load(small[1], HOME), small[1], (HOME,), 4)[1]
+    with mock.patch.multiple(bench, _STEPS=4, time=SimpleNamespace(perf_counter=lambda: next(times))):
+        seconds = bench._sample(bench._load(small[1], HOME), small[1], (HOME,))[1]
     case.check("between two calls of the model", seconds == 2.0, seconds)
-    with mock.patch.multiple(bench, _BUDGET_S=math.inf, _SHORT_S=math.inf, _MORE_STEPS=3):
+    with mock.patch.multiple(bench, _BUDGET_S=math.inf, _STEPS=3):
         alone = bench.measure_blocks((HOME,), small[1:])
     case.check("one card", set(alone[0]["seconds"]) == {"one card"} and not alone[0]["why"], alone)

@@ -1,22 +1,20 @@
 """What other nodes attached to a split MODEL, and how it is made right for a model on several cards.
 
 ComfyUI calls some attachments through transformer_options, so each run is seen. Others are inside the modules and run
-unseen: object patches, injections, forwards and hooks on a layer. Any may keep state from call to call, so forwards are
-not interleaved beside them, but for ComfyUI's own bypass LoRA and blocks compiled one by one. Their own tensors are on
-the main card:
-
-- A patch gets its tensors there, and its result goes back to the block's card.
-- A block replacement calls the block, so it runs on the block's card with its arguments brought there.
-- What either writes into its arguments is carried back (parallel/local/borrow.py).
-- ControlNet residuals travel, when they are taken out, to the card that has just computed.
+unseen. Any may keep state from call to call, so forwards are not interleaved beside them. Their own tensors are on the
+main card, so a patch gets its tensors there. A block replacement calls the block, so it runs on the block's card. What
+either writes into its arguments is carried back (parallel/local/borrow.py).
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from torch import nn
 
 from ....parallel.local.borrow import Borrowed, Residuals
 from ....parallel.local.bridge import Bridge
-from ....parallel.local.tokens import RowsError
+from ....parallel.local.tokens import HERE, RowsError
 from ....parallel.transfer import current_device
 from ....patches.changes import code_of, foreign_methods, replaced_methods
 from .model_copy import reachable
@@ -42,8 +40,7 @@ KEY = "devicebridge.split"
 
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
 _SEEN_ENTRIES = ("patches", "patches_replace")
-_PASSED_BY = ("transformer_options", "control")
-_RUNS_BETWEEN_BLOCKS = "dit"
+PASSED_BY = ("transformer_options", "control")
 _OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict is known to be transformer_options
 # Entries of transformer_options that are looked at by name, or are ComfyUI's own and plain.
 _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, OVERRIDE, "wrappers", "callbacks", "model_patcher"})
@@ -53,11 +50,8 @@ _ONLY_A_SHARE = (
     "only those. Use way 'blocks' in the split node, or take that node out"
 )
 # Patches of ComfyUI's nodes that compute row by row: name, file, function -> classes that tell them the rank's rows.
-_ROW_BY_ROW = {
-    ("attn1_output_patch", "nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): frozenset(
-        ("Flux", "Chroma", "HunyuanVideo")
-    )
-}
+_NAG = "NAGuidance.execute.<locals>.nag_attention_output_patch"
+_ROW_BY_ROW = {("attn1_output_patch", "nodes_nag.py", _NAG): ("Flux", "Chroma", "HunyuanVideo")}
 
 
 # ---- inside the modules
@@ -80,8 +74,8 @@ def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[
         forward = module.__dict__.get("forward")
         while _is_comfy_bypass(forward):
             forward = forward.__self__.original_forward
-        is_of_class = getattr(forward, "__func__", None) is type(module).forward  # put back by whoever replaced it
-        if forward is not None and not is_of_class:
+        # The class's own was put back by whoever replaced it.
+        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             yield name, f"the replaced forward of {name}"
         if not own_hooks.issuperset((*module._forward_hooks, *module._forward_pre_hooks)):
             yield name, f"a hook on {name}"
@@ -124,10 +118,9 @@ def holds_tensors(function: Any) -> bool:
 def reasons_against_overlap(
     model: Any, unseen: Sequence[str], conds: list[Any], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Why micro-batches of this step must not be interleaved.
-
-    model: the BaseModel. unseen: what runs inside it. conds, options: conditionings and model_options of this step.
-    """
+    """Why micro-batches of this step must not be interleaved. model: the BaseModel. unseen: what runs inside it.
+    conds, options: conditionings and model_options of this step."""
+    patcher = model.current_patcher
     if torch.is_grad_enabled():
         yield "gradients are recorded"
     if unseen:
@@ -137,7 +130,7 @@ def reasons_against_overlap(
     of_comfyui = (kind for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
     for found in (*replaced_methods(model), *foreign_methods(of_comfyui)):
         yield f"another node replaced {found}, around the model"
-    for key, value in model.current_patcher.object_patches.items():
+    for key, value in patcher.object_patches.items():
         is_known = isinstance(value, nn.Module) and code_of(value).startswith(("comfy.", "comfy_extras."))
         if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
             yield f"the object patch of {key} may keep state from call to call"
@@ -146,22 +139,22 @@ def reasons_against_overlap(
     for kind in type(model).__mro__:
         if not f"{kind.__module__}.".startswith(("comfy.", "torch.", "builtins.")):
             yield f"the class {kind.__name__} of {kind.__module__} may keep state around the model"
-    if model.current_patcher.current_hooks is not None:
+    if patcher.current_hooks is not None:
         yield "the scheduled LoRA of the conditionings before is still in the weights"
     transformer_options = options.get("transformer_options", {})
     wrappers = transformer_options.get("wrappers", {})
-    seen = seen_attachments(transformer_options)
-    seen += ["a wrapper around apply_model"] if any(wrappers.get("apply_model", {}).values()) else []
+    seen = ["a wrapper around apply_model"] * any(wrappers.get("apply_model", {}).values())
+    seen += seen_attachments(transformer_options)
     yield from (f"{each} of another node may keep state between calls" for each in seen)
     if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
         yield "a wrapper of another node counts on conditionings coming together"
     for name, value in transformer_options.items():
         if name not in _KNOWN_ENTRIES and any(callable(part) for part in _nearby(value)):
             yield f"transformer_options[{name!r}] of another node may keep state between blocks"
-    if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
+    if patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
         yield "a callback of another node counts them"
-    for entry in (entry for cond in conds for entry in cond or ()):
-        yield from (f"a conditioning has {name}" for name in _STATEFUL_ENTRIES if name in entry)
+    entries = (entry for cond in conds for entry in cond or ())
+    yield from (f"a conditioning has {name}" for entry in entries for name in _STATEFUL_ENTRIES if name in entry)
 
 
 def _nearby(value: Any) -> Iterator[Any]:
@@ -174,11 +167,12 @@ def _nearby(value: Any) -> Iterator[Any]:
 def foreign_attention(function: Any) -> str:
     """Whose code this is; "" for None and for ComfyUI's own attention, or what only chooses one: those compute each
     head and each query by itself."""
+    if function is None:
+        return ""
     # What holds anything else may change, so it is looked at anew.
-    is_of_module = isinstance(function, types.FunctionType) and (
-        getattr(sys.modules.get(code_of(function)), function.__name__, None) is function
-    )
-    return "" if function is None else (_known_attention if is_of_module else _foreign_attention)(function)
+    name = function.__name__ if isinstance(function, types.FunctionType) else ""
+    is_of_module = name and getattr(sys.modules.get(code_of(function)), name, None) is function
+    return (_known_attention if is_of_module else _foreign_attention)(function)
 
 
 def _foreign_attention(function: Any) -> str:
@@ -200,11 +194,8 @@ def _node_file(path: str) -> str:
 
 
 def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Refuse what other nodes would do where each card has a share of the tokens.
-
-    options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
-    Raises: RowsError that names it.
-    """
+    """Refuse what other nodes would do where each card has a share of the tokens. options: transformer_options.
+    others: what is attached elsewhere, in words for the user. Raises: RowsError that names it."""
     found = []
     for name, patch in ((name, patch) for name, each in options.get("patches", {}).items() for patch in each):
         is_function = isinstance(patch, types.FunctionType)
@@ -228,11 +219,8 @@ def check_attention(function: Callable[..., Any] | None) -> None:
 
 
 def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
-    """Refuse what other nodes would do inside a block, where each card has some of the heads.
-
-    unseen: such in words for the user. options: transformer_options. inside: names of patches that run in a block.
-    Raises: RuntimeError that names it.
-    """
+    """Refuse what other nodes would do inside a block, where each card has some of the heads. unseen: such in words.
+    options: transformer_options. inside: names of patches that run in a block. Raises: RuntimeError that names it."""
     patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
     found = [*unseen, *(f"the patch {name!r}" for name in inside if patches.get(name))]
     found += [f"the replacement {name!r}" for name, keyed in replaced.items() if keyed and name != "dit"]
@@ -242,11 +230,73 @@ def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: S
         raise RuntimeError(_ONLY_A_SHARE.format("some of the attention heads", found[0]))
 
 
+# ---- attention that a class calls by its name
+
+# By these names ComfyUI's classes call attention.
+_CHOOSES = "optimized_attention_for_device"
+_ATTENTION = (_CHOOSES, "optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
+# In any thread: how many forwards need attention led to us at a place, ComfyUI's function there, and ours.
+_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], tuple[Any, Any]]()
+
+
+def home_of(kind: type) -> str:
+    """The package that a class is defined in, else its module, as the beginning of the names of modules there."""
+    return f"{kind.__module__.rpartition('.')[0] or kind.__module__}."
+
+
+def attention_of(model: nn.Module, *, is_wide: bool = False) -> dict[tuple[Any, str], Any]:
+    """What this class's modules call attention, by the module of Python and the name there.
+
+    is_wide: also in modules that have no class of it, such as comfy.ldm.flux.math.
+    """
+    named = set(sys.modules) if is_wide else {type(each).__module__ for each in model.modules()}
+    homes = ("comfy.ldm.", home_of(type(model)))
+    modules = [sys.modules[name] for name in sorted(named) if f"{name}.".startswith(homes) and name in sys.modules]
+    return {(each, name): getattr(each, name) for each in modules for name in _ATTENTION if hasattr(each, name)}
+
+
+@contextmanager
+def led_by_name(model: nn.Module) -> Iterator[None]:
+    """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any.
+    The last one of several inside puts ComfyUI's functions back, but where other code has set its own."""
+    places = list(attention_of(model))
+    with _LEADING:
+        for module, name in places:
+            if not _num_led[module, name]:
+                function = getattr(module, name)
+                choice = lambda *args, choose=function, **kwargs: _led(choose(*args, **kwargs))  # noqa: E731
+                ours = choice if name == _CHOOSES else _led(function)
+                _own[module, name] = function, ours
+                setattr(module, name, ours)
+            _num_led[module, name] += 1
+    try:
+        yield
+    finally:
+        with _LEADING:
+            for module, name in places:
+                _num_led[module, name] -= 1
+                if not _num_led[module, name]:
+                    function, ours = _own.pop((module, name))
+                    if getattr(module, name, None) is ours:
+                        setattr(module, name, function)
+
+
+def _led(function: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        parallel = HERE.parallel
+        if parallel is None or parallel.plan.passes_options:  # then the override of its options leads to us
+            return function(*args, **kwargs)
+        check_attention(function)
+        return parallel.attend(function, *args, **kwargs)
+
+    return attend
+
+
 # ---- made right for several cards
 
 
-def wrap_control(control: dict[str, Any], bridge: Bridge) -> dict[str, Any]:
-    """A control dict whose lists follow the forward from card to card; the original is not modified."""
+def wrap_control(bridge: Bridge, control: dict[str, Any]) -> dict[str, Any]:
+    """A control dict whose residuals travel, when they are taken out, to the card that has just computed."""
 
     def move(value: Any) -> Any:
         return bridge.move(value, bridge.current_device)
@@ -267,7 +317,7 @@ def bring_controls_to_main(conds: list[Any], main: torch.device) -> None:
 
 def guard_options(options: Mapping[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
     """transformer_options whose patches work on any card; the original is not modified."""
-    guarded = {**options, **NO_PREFETCH}
+    guarded, override = {**options, **NO_PREFETCH}, options.get(OVERRIDE)
 
     def on_main(patch: Any) -> Any:
         # forward_timestep_embed_patch is a tuple: class of a UNet's layer, and who runs such a layer
@@ -280,30 +330,27 @@ def guard_options(options: Mapping[str, Any], bridge: Bridge, plan: SplitPlan) -
             name: {key: _replacement(name, key, patch, bridge, plan) for key, patch in patches.items()}
             for name, patches in guarded["patches_replace"].items()
         }
-    override = guarded.get(OVERRIDE)
     if override is not None and holds_tensors(override):  # any other runs where the block is
-        # Without container_function: ComfyUI then hands over the tensors themselves.
-        guarded[OVERRIDE] = _on_main(override, bridge)
+        guarded[OVERRIDE] = _on_main(override, bridge)  # without container_function: ComfyUI hands over tensors then
     return guarded
 
 
 def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge, plan: SplitPlan) -> Callable[..., Any]:
-    if name != _RUNS_BETWEEN_BLOCKS:
+    if name != "dit":
         return _on_main(patch, bridge)  # replaces an attention inside a block
     # A key is ("double_block", 3); one that the class does not list is left alone.
     block_list = plan.layout.replace_keys.get(key[0]) if isinstance(key, tuple) and len(key) > 1 else None
     if block_list is None:
         return patch
     block = f"{block_list}.{key[1]}"
-    device = plan.device_of(block)
-    is_last = block == plan.blocks[-1]
+    device, is_last = plan.device_of(block), block == plan.blocks[-1]
 
     def on_the_blocks_card(args: dict[str, Any], extra: dict[str, Any]) -> Any:
         def original_block(args: dict[str, Any]) -> Any:
             return bridge.move(extra["original_block"](args), device)
 
         came_from = bridge.current_device
-        borrowed = Borrowed(args, device, is_passed=is_options, passed_by=_PASSED_BY)
+        borrowed = Borrowed(args, device, is_passed=is_options, passed_by=PASSED_BY)
         with current_device(device):
             output = patch(borrowed.value, {**extra, "original_block": original_block})
         borrowed.settle(came_from)
@@ -321,7 +368,7 @@ def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
         device = _first_device((args, kwargs))
         if device is None or device == bridge.main_device:
             return patch(*args, **kwargs)
-        borrowed = Borrowed([args, kwargs], bridge.main_device, is_passed=is_options, passed_by=_PASSED_BY)
+        borrowed = Borrowed([args, kwargs], bridge.main_device, is_passed=is_options, passed_by=PASSED_BY)
         with current_device(bridge.main_device):
             output = patch(*borrowed.value[0], **borrowed.value[1])
         borrowed.settle(device)
@@ -340,6 +387,6 @@ def _first_device(tree: Any) -> torch.device | None:
     if isinstance(tree, torch.Tensor):
         return tree.device
     if isinstance(tree, dict):
-        tree = [] if is_options(tree) else [value for key, value in tree.items() if key not in _PASSED_BY]
+        tree = [] if is_options(tree) else [value for key, value in tree.items() if key not in PASSED_BY]
     found = (_first_device(item) for item in tree) if isinstance(tree, (tuple, list)) else ()
     return next((device for device in found if device is not None), None)

@@ -12,8 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.model_management as management
 import comfy.ops
@@ -27,14 +26,11 @@ from ....planning.cards import measure_machine
 from .model import split_model
 from .plan import SplitRequest
 
-_STEPS = 4  # the first is left out
-_SHORT_S, _MORE_STEPS = 0.25, 12  # so that CUDA graphs, which are recorded after some steps, take part
+_STEPS = 10  # the last ones count: CUDA graphs, which are recorded after some steps, take part
 _BUDGET_S = 40.0  # of all models; what does not fit is left out
-_SEED = 1
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A published architecture as ComfyUI's class takes it, with a few blocks, and what its sampler is given.
 
     num_blocks: that kwargs ask for, in words. latent: shape without the batch. text: tokens and their width.
@@ -83,29 +79,26 @@ def measure_blocks(devices: Sequence[torch.device], subjects: Sequence[Subject] 
     latents from one card's, relative to their norm.
     """
     found, begin = list[dict[str, Any]](), time.perf_counter()
+    ways: tuple[Any, ...] = ("tokens", "tensor") if len(devices) > 1 else ()
     for subject in subjects:
         seconds, difference, why = dict[str, float](), dict[str, float](), dict[str, str]()
         found.append({"model": subject.name, "blocks": subject.num_blocks, "seconds": seconds, "why": why})
         found[-1]["difference"] = difference
         try:
-            model = _load(subject, devices[0])
-            expected, num_steps = None, _STEPS
-            for way in ["one card", *(["tokens", "tensor"] if len(devices) > 1 else [])]:
-                if time.perf_counter() - begin > _BUDGET_S:
-                    raise RuntimeError(f"{_BUDGET_S:.0f} s were over")
-                how: Any = way
+            model, expected = _load(subject, devices[0]), None
+            for way in ("one card", *ways):
                 try:
-                    shared = model if way == "one card" else split_model(model, SplitRequest(tuple(devices), way=how))
-                    latents, seconds[way] = _sample(shared, subject, devices, num_steps)
+                    if time.perf_counter() - begin > _BUDGET_S:
+                        raise RuntimeError(f"{_BUDGET_S:.0f} s were over")
+                    shared = split_model(model, SplitRequest(tuple(devices), way=way)) if way in ways else model
+                    latents, seconds[way] = _sample(shared, subject, devices)
+                    del shared
                 except Exception as error:  # of ComfyUI's code or of a card; the others go on
                     why[way] = first_line(error)
                     continue
-                if expected is None:
-                    num_steps = _MORE_STEPS if seconds[way] < _SHORT_S else _STEPS
-                    expected = latents if num_steps == _STEPS else _sample(model, subject, devices, num_steps)[0]
-                else:
+                if expected is not None:
                     difference[way] = float((latents - expected).norm() / expected.norm())
-                del shared
+                expected = latents if expected is None else expected
         except Exception as error:
             why["all"] = first_line(error)
         model = None
@@ -129,9 +122,7 @@ def _load(subject: Subject, device: torch.device) -> Any:
     return model
 
 
-def _sample(
-    model: Any, subject: Subject, devices: Sequence[torch.device], num_steps: int
-) -> tuple[torch.Tensor, float]:
+def _sample(model: Any, subject: Subject, devices: Sequence[torch.device]) -> tuple[torch.Tensor, float]:
     """The latents that ComfyUI's sampler makes, on the CPU, and seconds between two steps' calls of the model."""
     marks: list[float] = []
 
@@ -139,12 +130,12 @@ def _sample(
         synchronize(devices)
         marks.append(time.perf_counter())
 
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(1)
     noise = torch.randn(1, *subject.latent, generator=generator)
     text = [[torch.randn(1, *subject.text, generator=generator), {"guidance": 4.0}]]
     latents = comfy.sample.sample(
-        model, noise, num_steps, 1.0, "euler", "simple", text, text, torch.zeros_like(noise),
-        callback=mark, disable_pbar=True, seed=_SEED,
+        model, noise, _STEPS, 1.0, "euler", "simple", text, text, torch.zeros_like(noise),
+        callback=mark, disable_pbar=True, seed=1,
     )  # fmt: skip
     steps = [after - before for before, after in itertools.pairwise(marks)]
     return latents.float().cpu(), statistics.median(steps[-3:])

@@ -53,11 +53,10 @@ class BlockExecutor(Executor):
     plainer = "transport to relay and overlap off"
 
     def __init__(self, tree: SplitTree, plan: BlockPlan) -> None:
-        self._plan = plan
-        self.parts = {
-            device: {name: tree.block(name) for name, place in plan.placement.items() if place == device}
-            for device in plan.devices
-        }
+        self._plan, parts = plan, {device: dict[str, nn.Module]() for device in plan.devices}
+        for name, device in plan.placement.items():
+            parts[device][name] = tree.block(name)
+        self.parts = parts
         self.bridge = self._make_bridge(tree, tree.called_modules())
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
@@ -69,15 +68,8 @@ class BlockExecutor(Executor):
             self.bridge.attach()
 
     def _make_bridge(self, tree: SplitTree, called: Mapping[nn.Module, torch.device]) -> Bridge:
-        layout = self._plan.layout
-        return Bridge(
-            called,
-            self._plan.main_device,
-            tail=tail_modules(tree.diffusion_model, layout),
-            transport=self._plan.transport,
-            passed_by=layout.passed_by,
-            per_device=layout.per_device,
-        )
+        tail = tail_modules(tree.diffusion_model, self._plan.layout)
+        return Bridge(called, self._plan.main_device, tail=tail, transport=self._plan.transport, **self._plan.of_class)
 
 
 def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
@@ -108,16 +100,10 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
         if by_hand is not None:
             check_budgets(by_hand, sizes, other_bytes, budget)
             return by_hand
-        return plan_placement(
-            blocks,
-            request.devices,
-            block_cost=costs,
-            main_cost=0.0 if is_time else other_bytes,
-            block_bytes=sizes,
-            main_bytes=other_bytes,
-            budget_bytes=budget,
-            capacity=() if is_time else wanted or list(budgets.values()),
-        )
+        others: dict[str, Any] = {"block_cost": costs, "main_cost": 0.0 if is_time else other_bytes}
+        others |= {"block_bytes": sizes, "main_bytes": other_bytes, "budget_bytes": budget}
+        others["capacity"] = () if is_time else wanted or list(budgets.values())
+        return plan_placement(blocks, request.devices, **others)
 
     try:
         placed = place(budgets)

@@ -1,13 +1,9 @@
 """The rows of a class that nobody described: derived from small forwards, proved, and kept.
 
-At the first inputs of a kind the main card computes some small forwards of random numbers, as whole ones, and notes
-what its blocks are given (parallel/local/watching.py). Candidates (parallel/local/deriving.py) are then computed by all
-cards. The first one holds whose results, and the keys of all its attentions, row by row, are those of one card, for
-all shares and sizes that are tried. Keys are compared since attention shows no wrong order. Whole steps at the user's
-own size are compared beside that, in each third of a run: code may do something else for more rows, or late.
-
-All of this is done for every split and every set of patches, since a weight of zeros hides what it multiplies.
-What was kept is the candidate that is tried first.
+The main card computes small forwards of random numbers and notes what its blocks are given (watching.py). Candidates
+(parallel/local/deriving.py) are then computed by all cards. The first one holds whose results and keys, row by row, are
+those of one card: attention shows no wrong order. Whole steps at the user's own size are compared beside that, in each
+third of a run. A weight of zeros hides what it multiplies, so all is done for every set of patches.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import comfy.model_management as management
 import comfy.ops
@@ -44,8 +40,7 @@ from ....parallel.local.watching import Notes, Watch, apart
 from ....parallel.transfer import copy_to
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 from ....planning.derived_rows import DerivedRows, Verdict
-from .attachments import OVERRIDE, check_attention
-from .leading import home_of, led_by_name
+from .attachments import OVERRIDE, check_attention, home_of, led_by_name
 from .model_copy import RUNTIME_STATE
 from .shown_inputs import FUNCTIONS, OPTIONS, ShownInputs
 
@@ -53,7 +48,7 @@ _log = logging.getLogger(__name__)
 _UNITS = (2, 4, 8, 16)  # cells that a class may want whole
 _NEAR_KEYS = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest value
 _NEAR_KEYS_IN_HALF = 0.05
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 # Of layers, whatever holds their weights and casts them.
 _OF_LAYERS = frozenset(("in_features", "out_features", "normalized_shape", "eps", "num_embeddings", "embedding_dim"))
 _OF_LAYERS |= frozenset(("kernel_size", "stride", "padding", "dilation", "groups", "num_groups"))
@@ -61,12 +56,8 @@ _OF_LAYERS |= frozenset(("kernel_size", "stride", "padding", "dilation", "groups
 
 @dataclass(frozen=True)
 class Cards:
-    """The copies of a model that compute together.
-
-    Args:
-        forwards: the class's own innermost forward of each copy. lists: of blocks.
-        devices, send: as of a TokenParallel.
-    """
+    """The copies of a model that compute together. forwards: the class's own innermost forward of each copy. lists: of
+    blocks. devices, send: as of a TokenParallel."""
 
     models: Sequence[nn.Module]
     forwards: Sequence[Callable[..., Any]]
@@ -148,10 +139,6 @@ class Proof:
     output: Any
     notes: Notes
 
-    def numbers(self) -> list[torch.Tensor]:
-        """What it computed: all keys, and the result."""
-        return [*(keys for keys, *_ in self.notes.keys), *tensors_reached(self.output)]
-
     def fault(self, cards: Cards, plan: TokenPlan, shares: Sequence[float]) -> tuple[float, str]:
         """How far a forward came by this plan and these shares, and what differs then; "" if nothing does."""
         try:
@@ -161,13 +148,13 @@ class Proof:
         except Exception as error:  # of a guess, anything may come
             return 0, f"{self.what}: {first_line(error)}"
         whole = self.notes.keys_seen(by_options=plan.passes_options)
-        for rank, (output, found) in enumerate(zip(outputs, keys, strict=True)):
-            number: float
+        for rank, (output, found) in enumerate(zip(outputs, keys, strict=True), start=1):
             number, fault = _keys_differ(found, whole)
-            if not fault and (far := apart(output, self.output)) > 1:
-                number, fault = len(whole) + 1 / far, f"the result differs {far:.3g} times as much as rounding may"
             if fault:
-                return number, f"{self.what}: {fault}, on card {rank + 1}"
+                return number, f"{self.what}: {fault}, on card {rank}"
+            if (far := apart(output, self.output)) > 1:
+                why = f"the result differs {far:.3g} times as much as rounding may, on card {rank}"
+                return len(whole) + 1 / far, f"{self.what}: {why}"
         return 0, ""
 
 
@@ -176,13 +163,9 @@ def _in_float32(given: Mapping[str, Any], models: Sequence[nn.Module]) -> dict[s
     for module in (each for model in models for each in model.modules() if hasattr(each, "comfy_cast_weights")):
         module.__dict__["comfy_cast_weights"] = True
         if getattr(module, "layout_type", None):  # else it rounds what it is given to 8 bits, too
-            functions: Any = module.weight_function
-            module.__dict__["weight_function"] = [lambda weight: weight, *functions]
-
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype in _HALVES else tensor
-
-    return {name: map_tensors(value, widened, FUNCTIONS) for name, value in given.items()}
+            module.__dict__["weight_function"] = [lambda weight: weight, *cast(Any, module.weight_function)]
+    widened = (lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor), FUNCTIONS
+    return {name: map_tensors(value, *widened) for name, value in given.items()}
 
 
 def _keys_differ(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[int, str]:
@@ -207,21 +190,20 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
     """
     with left_as_it_was(cards.models):
         proofs, count = small_forwards(cards, given), len(cards.models)
-        notes, weights = proofs[0].notes, dict[str, int]()
-        for name in cards.lists:
-            blocks = members(cards.models[0], name)
-            weights[name] = sum(weight.nbytes for _, block in blocks for weight in block.parameters())
-        candidates = ([] if kept is None else [kept]) + derive([each.notes for each in proofs], cards.lists, weights)
-        if not candidates and not notes.calls:
-            raise RowsError(f"its blocks in {', '.join(cards.lists)} are never called")
-        if not candidates and not notes.keys:
-            raise RowsError("no attention of its blocks was seen, so nobody can give it the keys of other cards")
+        notes, model = proofs[0].notes, cards.models[0]
+        blocks = {
+            name: [weight for _, each in members(model, name) for weight in each.parameters()] for name in cards.lists
+        }
+        sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in blocks.items()}
+        candidates = [kept] * (kept is not None) + derive([each.notes for each in proofs], cards.lists, sizes)
         if not candidates:
-            raise RowsError("nothing that its blocks take and return has tokens that attention was seen to read")
+            why = "nothing that its blocks take and return has tokens that attention was seen to read"
+            why = why if notes.keys else "no attention of its blocks was seen, so nobody can give it other cards' keys"
+            raise RowsError(why if notes.calls else f"its blocks in {', '.join(cards.lists)} are never called")
         uneven = [tuple(3.0 if rank == high else 2.0 for rank in range(count)) for high in (count - 1, 0)]
         trials = [(proofs[0], shares) for shares in ((1.0,) * count, *uneven)]
         trials += [(each, uneven[0]) for each in proofs[1:]]
-        faults = []
+        faults: list[tuple[float, float, str]] = []
         for plan in candidates:
             tried = ((number, *each.fault(cards, plan, shares)) for number, (each, shares) in enumerate(trials))
             if (fault := next((each for each in tried if each[-1]), None)) is None:
@@ -233,17 +215,13 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
 
 def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
     """Whole forwards of several sizes, and what they show; in float32 if the class can, as halves hide faults.
-
-    Few rows take other kernels than many, and rounding in halves grows from block to block. The layers of the cards
-    cast their weights from then on.
+    The layers of the cards cast their weights from then on.
 
     Raises: RowsError where the class computes none of the sizes, or draws or remembers something.
     """
     inputs, reasons = ShownInputs(given), list[str]()
-    is_rounded = any(each.dtype in _HALVES for each in tensors_reached(dict(given)))
-    is_rounded |= any(
-        getattr(each, "layout_type", None) for each in cards.models[0].modules()
-    )  # its weights, to 8 bits
+    has_8_bits = any(getattr(each, "layout_type", None) for each in cards.models[0].modules())
+    is_rounded = has_8_bits or any(each.dtype in HALVES for each in tensors_reached(dict(given)))
     for is_wide, unit, has_lists in itertools.product((True, False) if is_rounded else (False,), _UNITS, (True, False)):
         try:
             small = inputs.small(unit, has_lists=has_lists)
@@ -256,17 +234,16 @@ def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
         except Exception as error:  # a class may want whole units, or no lists
             reasons.append(first_line(error))
             continue
-        if is_wide and any(each.dtype in _HALVES for of in proofs for each in of.numbers()):
+        keys = [keys for each in proofs for keys, *_ in each.notes.keys]
+        outputs = [found for each in proofs for found in tensors_reached(each.output)]
+        if is_wide and any(each.dtype in HALVES for each in (*keys, *outputs)):
             continue  # it computes in halves whatever it is given
-        for each in proofs:
-            keys = [keys.movedim(-2, 0) for keys, *_ in each.notes.keys if keys.shape[-2] > 1]
-            if any(bool((of == of[:1]).all()) for of in (*keys, *map(torch.flatten, tensors_reached(each.output)))):
-                raise RowsError("the result or keys of a small picture are all alike, which hides faults")
+        along = [each.movedim(-2, 0) for each in keys if each.shape[-2] > 1]
+        if any(bool((of == of[:1]).all()) for of in (*along, *map(torch.flatten, outputs))):
+            raise RowsError("the result or keys of a small picture are all alike, which hides faults")
         first, second = ([keys for keys, *_ in each.keys] for each in (proofs[0].notes, notes))
         if apart(again, proofs[0].output) > 1 or _keys_differ(second, first)[1]:
-            raise RowsError(
-                "the same small picture computed twice differs, so it draws random numbers or keeps something"
-            )
+            raise RowsError("a small picture computed twice differs, so it draws random numbers or keeps something")
         return proofs
     raise RowsError(f"it computes no small picture that could be looked at: {reasons[0]}")
 
@@ -275,17 +252,16 @@ def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
 def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
     """What forwards write into modules beside weights is put back: attributes, buffers, and what is in either."""
     before = [(module, _state_of(module)) for model in models for module in model.modules()]
-    filled, numbers = list[Any](), list[torch.Tensor]()
+    filled, numbers = list[tuple[Any, Any]](), list[tuple[torch.Tensor, torch.Tensor]]()
     waiting: list[Any] = [each for _, state in before for each in state.values()]
     while waiting:
         each = waiting.pop()
         if type(each) in (dict, list):
-            filled.append(each)
+            filled.append((each, copy.copy(each)))
         if type(each) in (dict, list, tuple):
             waiting += each.values() if isinstance(each, dict) else each
         elif isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter) and each.device.type != "meta":
-            numbers.append(each)
-    contents, copies = [copy.copy(each) for each in filled], [each.clone() for each in numbers]
+            numbers.append((each, each.clone()))
     try:
         yield
     finally:
@@ -293,10 +269,10 @@ def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
             for name in _state_of(module).keys() - state.keys():
                 del module.__dict__[name]
             module.__dict__.update(state)
-        for each, held in zip(filled, contents, strict=True):
+        for each, held in filled:
             each.clear()
             (each.update if isinstance(each, dict) else each.extend)(held)
-        for tensor, own in zip(numbers, copies, strict=True):
+        for tensor, own in numbers:
             tensor.copy_(own)
 
 
@@ -312,7 +288,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 
 def rows_of(model: nn.Module) -> DerivedRows:
     """The file of this class as its source is now, and of this structure."""
-    structure, homes, modules = [], (home_of(type(model)), "comfy.ldm."), set[str]()
+    structure, homes, modules, kind = [], (home_of(type(model)), "comfy.ldm."), set[str](), type(model)
     for name, module in model.named_modules():
         code = type(module).__module__
         is_own = f"{code}.".startswith(homes)
@@ -325,15 +301,9 @@ def rows_of(model: nn.Module) -> DerivedRows:
         }
         structure.append([name, type(module).__name__, told])
     shapes = sorted([name, list(each.shape)] for name, each in model.named_parameters())  # not so of layers in 8 bits
-    return DerivedRows(
-        {
-            "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "source": _source(frozenset(modules)),
-            "structure": settings_fingerprint([structure, shapes]),
-            "comfyui": comfyui_version.__version__,
-            "torch": torch.__version__,
-        }
-    )
+    key = {"class": f"{kind.__module__}.{kind.__qualname__}", "source": _source(frozenset(modules))}
+    versions = {"comfyui": comfyui_version.__version__, "torch": torch.__version__}
+    return DerivedRows({**key, "structure": settings_fingerprint([structure, shapes]), **versions})
 
 
 @functools.cache
@@ -395,8 +365,7 @@ class Deriving:
         by_rows: Callable[[TokenPlan, Mapping[str, Any]], Any],
         tolerance: float,
     ) -> Any:
-        """A forward by derived rows; the first one of its size in each third of a run is one card's, and both are
-        compared.
+        """A forward by derived rows; the first one of its size in each third of a run is one card's, which is compared.
 
         Args:
             own: the main card's forward. by_rows: what the main card has of a forward by a plan.
@@ -435,6 +404,5 @@ class Deriving:
         return expected
 
     def _refusal(self, why: str) -> RowsError:
-        return RowsError(
-            f"{why_no_tokens(self._name)}, and with these inputs: {why}. Use way 'blocks' in the split node"
-        )
+        said = f"{why_no_tokens(self._name)}, and with these inputs: {why}"
+        return RowsError(f"{said}. Use way 'blocks' in the split node")

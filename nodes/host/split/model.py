@@ -1,4 +1,4 @@
-"""One of ComfyUI's MODELs over several cards: the given MODEL, or a file, becomes a patcher of a split tree."""
+"""A given MODEL of ComfyUI's, or a file, becomes a patcher of a split tree."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import logging
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import comfy.memory_management
 import comfy.model_management as management
 import comfy.sd
 import torch
@@ -24,7 +24,7 @@ from ....planning.cards import machine_speed
 from ....planning.times import LEAST_SHARE, WayName, Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, check_divisible, check_runnable, is_compiled
 from .blocks import BlockPlan, plan_blocks
-from .model_copy import Origin, check_independent, copy_structure, follow_copy, load_over_file
+from .model_copy import Origin, check_independent, copy_structure, follow_copy
 from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
@@ -38,6 +38,11 @@ _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
+_WRAPPERS = {WrappersMP.PREPARE_SAMPLING: prepare_with_forecast, WrappersMP.CALC_COND_BATCH: run_overlapped}
+_EVIDENCE = {
+    "read": "this class was read, not run: its first step is computed twice, and the run stops where bits differ",
+    "outside": "this class is in no ComfyUI that this pack is tested with; turn verify on for the first run",
 }
 
 
@@ -82,18 +87,12 @@ def load_split_model(path: Path, weight_dtype: str, place: SplitRequest | torch.
 
     Raises: ValueError or RuntimeError as split_model; RuntimeError from ComfyUI for a file it does not know.
     """
-    options, origin = dict(_WEIGHT_DTYPES[weight_dtype]), None
-    request = place if isinstance(place, SplitRequest) else None
-    if place is not None:
-        options["load_device"] = place.devices[0] if isinstance(place, SplitRequest) else place
-    if request is None or comfy.memory_management.aimdo_enabled:  # DynamicVRAM reads from the file by itself
-        model = comfy.sd.load_diffusion_model(str(path), model_options=options)
-    else:
-        model, origin = load_over_file(path, options)
-    if request is None:
+    device = place.devices[0] if isinstance(place, SplitRequest) else place
+    options = _WEIGHT_DTYPES[weight_dtype] | ({"load_device": device} if device is not None else {})
+    model = comfy.sd.load_diffusion_model(str(path), model_options=options)
+    if not isinstance(place, SplitRequest):
         return model
-    plan = plan_split(model, request)
-    _log_plan(make_tree(model.model, plan, origin))
+    _log_plan(make_tree(model.model, plan_split(model, place)))
     return _with_wrappers(become_split(model))
 
 
@@ -111,19 +110,11 @@ def blocks_by_card(model: Any) -> list[tuple[str, int]]:
 
 
 def _describe_cards(tree: SplitTree) -> list[str]:
-    """One line per card: how much of the model it holds."""
     sizes = tree.weight_bytes()
     return [f"{device} gets {tree.plan.share_of(device)}, {sizes[device] / GB:.2f} GB of weights" for device in sizes]
 
 
-_EVIDENCE = {
-    "read": "this class was read, not run: its first step is computed twice, and the run stops where bits differ",
-    "outside": "this class is in no ComfyUI that this pack is tested with; turn verify on for the first run",
-}
-
-
 def _log_plan(tree: SplitTree) -> None:
-    """What was decided, in one line, and one line per card."""
     plan, name = tree.plan, tree.plan.layout.class_name
     for line in (f"{name}, {len(plan.blocks)} blocks: {plan.describe()}", *_describe_cards(tree)):
         _log.info("split: %s", line)
@@ -132,14 +123,10 @@ def _log_plan(tree: SplitTree) -> None:
 
 
 def _with_wrappers(split: Any) -> Any:
-    wrappers = {WrappersMP.PREPARE_SAMPLING: prepare_with_forecast, WrappersMP.CALC_COND_BATCH: run_overlapped}
-    for kind, wrapper in wrappers.items():
+    for kind, wrapper in _WRAPPERS.items():
         split.remove_wrappers_with_key(kind, KEY)
         split.add_wrapper_with_key(kind, KEY, wrapper)
     return split
-
-
-# ---- the incoming MODEL
 
 
 def _check_splittable(model: Any) -> None:
@@ -147,7 +134,7 @@ def _check_splittable(model: Any) -> None:
     if not hasattr(base, "diffusion_model"):
         raise ValueError(f"this MODEL holds a {type(base).__name__}, no diffusion model")
     tree = tree_of(model.model)
-    if tree is not None and isinstance(tree.plan, (DividedPlan, TokensPlan)):
+    if tree is not None and not isinstance(tree.plan, BlockPlan):
         raise ValueError("this MODEL is split with way 'tokens' or 'tensor'; set way to 'blocks' in the node before")
     if model.get_additional_models_with_key("multigpu") or model.is_multigpu_base_clone:
         raise ValueError("this MODEL is replicated by 'MultiGPU CFG Split' and cannot be split as well; use one")
@@ -165,15 +152,12 @@ def _origin_of(model: Any) -> Origin:
     base, backup = weakref.ref(model.model), model.backup
 
     def find(name: str) -> torch.Tensor | None:
-        source = base()
-        if source is None:
-            return None
-        if name in backup:
-            return backup[name].weight
-        try:
-            return source.get_parameter(name)
-        except AttributeError:
-            return None
+        if (source := base()) is not None:
+            if name in backup:
+                return backup[name].weight
+            with suppress(AttributeError):
+                return source.get_parameter(name)
+        return None
 
     return find
 
@@ -237,11 +221,10 @@ def _tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> Di
 
 def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> TokensPlan:
     """Raises: ValueError or RuntimeError saying why the cards cannot each run this MODEL, or would stream it."""
-    root = model.model.diffusion_model
     attached = [f"the object patch of {key}" for key in model.object_patches if key.startswith(f"{ROOT}.")]
     attached += [f"the injection {key!r}" for key in model.injections if key != KEY]
     check_runnable(blocks.layout.class_name, model.model_options.get("transformer_options", {}), attached)
-    plan = plan_tokens(root, dataclasses.replace(request, offload=False))
+    plan = plan_tokens(model.model.diffusion_model, dataclasses.replace(request, offload=False))
     if not plan.tokens.blocks:
         raise ValueError(f"{why_no_tokens(blocks.layout.class_name)}; one run with way 'tokens' looks for them")
     if plan.shares[0] * len(plan.shares) < LEAST_SHARE * sum(plan.shares):

@@ -1,10 +1,7 @@
 """A second module tree over the same weights: what a split works on, so that the user's own MODEL is never touched.
 
-ComfyUI keeps the load state of a model on its modules. So a split makes new module and Parameter objects over the same
-storages: the two trees are loaded, patched and evicted independently, and weights are in host memory once.
-
-A model that is loaded for a split lies over its file, from which a card takes the weights. Without DynamicVRAM,
-ComfyUI's loader gets tensors that it does not copy into a Parameter of the same shape and type.
+ComfyUI keeps the load state of a model on its modules. The two trees are loaded, patched and evicted independently,
+and weights are in host memory once.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,11 +39,9 @@ Origin = Callable[[str], torch.Tensor | None]
 
 def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
     """New modules and Parameters over the same storages, without load state; the model must not be loaded anywhere.
-
     Other attributes are copied; bound methods among them follow their module.
 
-    Raises: RuntimeError naming a module with something that cannot be copied; ValueError for a function that captured
-        a layer.
+    Raises: RuntimeError for a module with what cannot be copied; ValueError for a function that captured a layer.
     """
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
     memo: dict[int, Any] = {id(each): nn.Parameter(alias(each), requires_grad=False) for each in model.parameters()}
@@ -78,10 +72,7 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
 
 def alias(tensor: torch.Tensor, *, is_copy: bool = False) -> torch.Tensor:
     """Another tensor over the same storage, or with is_copy over one of its own, with attributes of its own.
-
-    ComfyUI-GGUF's weights give themselves back from detach() and clone(). Their attributes say how the bytes are to be
-    read and which LoRA is added to them, and change as a patcher loads them.
-    """
+    ComfyUI-GGUF's weights give themselves back from detach() and clone(), and a patcher changes their attributes."""
     other = tensor.detach().clone() if is_copy else tensor.detach()
     if other is tensor:
         other = torch.Tensor.clone(tensor) if is_copy else torch.Tensor.detach(tensor)
@@ -129,10 +120,8 @@ def reachable(value: Any) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
     if isinstance(value, _CONTAINERS):
-        return list(value)
+        return list(value.values() if isinstance(value, dict) else value)
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
@@ -152,57 +141,5 @@ def _parts(value: Any) -> list[Any]:
 def original_of(origin: Origin, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     """The original of a parameter if it lies on this device with the same shape and type, else None."""
     found = origin(name)
-    if found is None or (found.device, found.shape, found.dtype) != (device, like.shape, like.dtype):
-        return None
-    return alias(found)
-
-
-# ---- over a file
-
-
-class FileTensor(torch.Tensor):
-    """A tensor of a mapped file that becomes a Parameter's data instead of being copied into it."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.copy_:
-            target, plain = args[0], _plain(args[1] if args[1:] else (kwargs or {})["other"])
-            if (
-                isinstance(target, nn.Parameter)
-                and type(plain) is torch.Tensor
-                and (target.shape, target.dtype, target.device) == (plain.shape, plain.dtype, plain.device)
-            ):
-                target.data = plain
-                return target
-        with torch._C.DisableTorchFunctionSubclass():
-            return _plain(func(*args, **(kwargs or {})))
-
-
-def _plain(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if type(value) is FileTensor else value
-
-
-def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
-    """A classic patcher of a file's diffusion model, and where its weights lie unpatched. Raises: RuntimeError for
-    what ComfyUI does not know."""
-    import comfy.sd
-    import comfy.utils
-    from comfy.quant_ops import QuantizedTensor
-
-    weights, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
-    mapped = {n: each.as_subclass(FileTensor) if type(each) is torch.Tensor else each for n, each in weights.items()}
-    model = comfy.sd.load_diffusion_model_state_dict(mapped, model_options=options, metadata=metadata)
-    if model is None:
-        raise RuntimeError(f"{path} holds no diffusion model that ComfyUI knows; it has {len(weights)} tensors")
-    model.cached_patcher_init = (comfy.sd.load_diffusion_model, (str(path), options))
-    addresses = {tensor.data_ptr() for tensor in weights.values() if isinstance(tensor, torch.Tensor)}
-    in_file = {
-        name: parameter.detach()
-        for name, parameter in model.model.named_parameters()
-        if type(parameter.data) in (torch.Tensor, QuantizedTensor)
-        and parameter.device.type == "cpu"
-        and parameter.data_ptr() in addresses
-    }
-    return model, in_file.get
+    is_like = found is not None and (found.device, found.shape, found.dtype) == (device, like.shape, like.dtype)
+    return alias(found) if found is not None and is_like else None

@@ -1,7 +1,4 @@
-"""What a user wants of a split, and what is decided from it, from sizes alone.
-
-A way is a kind of SplitPlan, which makes an Executor (tree.py) for each tree: blocks.py, tensor.py, tokens.py.
-"""
+"""What a user wants of a split, and what is decided from it, from sizes alone."""
 
 from __future__ import annotations
 
@@ -51,45 +48,39 @@ class SplitRequest:
     exchange: Exchange = "full"
 
     def __post_init__(self) -> None:
-        names = ", ".join(map(str, self.devices))
+        names, balance, limits = ", ".join(map(str, self.devices)), self.balance, list(self.memory_limit_gb)
         if len(self.devices) < 2 or len(set(self.devices)) != len(self.devices):
             raise ValueError(f"a split needs two or more different devices; asked for {names or 'none'}")
         if any(device.type == "cpu" for device in self.devices):
             raise ValueError("a split is over GPUs; leave out cpu: with offload on, host memory holds what no GPU does")
-        if self.memory_limit_gb and len(self.memory_limit_gb) != len(self.devices):
-            raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: give one for each of {names}, or none")
-        if any(limit <= 0 for limit in self.memory_limit_gb):
-            raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: every limit must be above 0")
+        if limits and (len(limits) != len(self.devices) or min(limits) <= 0):
+            raise ValueError(f"memory_limit_gb {limits}: give one above 0 for each of {names}, or none")
         if self.shares and self.way != "tokens":
             raise ValueError(f"shares are of way tokens, and way is {self.way or 'auto'}; set way to tokens")
-        if self.shares and len(self.shares) != len(self.devices):
-            raise ValueError(f"shares {ratio(self.shares)}: give one for each of {names}, such as 3:5 for two")
-        if not all(0 < share < math.inf for share in self.shares):
-            raise ValueError(f"shares {ratio(self.shares)}: every share must be above 0; leave a card out of devices")
-        if isinstance(self.balance, Allocation):
-            said = f"balance {self.balance.text!r} gives weights to {', '.join(map(str, self.balance.gpus))}"
-            if set(self.balance.gpus) != set(self.devices):
+        is_share = all(0 < share < math.inf for share in self.shares)
+        if self.shares and (len(self.shares) != len(self.devices) or not is_share):
+            raise ValueError(f"shares {ratio(self.shares)}: give one above 0 for each of {names}, such as 3:5 for two")
+        if isinstance(balance, Allocation):
+            said = f"balance {balance.text!r} gives weights to {', '.join(map(str, balance.gpus))}"
+            if set(balance.gpus) != set(self.devices):
                 raise ValueError(f"{said}, and devices are {names}")
             if self.way in ("tokens", "tensor"):
                 raise ValueError(f"{said} by blocks, and with way {self.way} every device has all blocks")
-            if self.memory_limit_gb:
+            if limits:
                 raise ValueError(f"{said}, and memory_limit_gb says how much, too; empty one of the two")
-        if self.balance == "manual" and self.way == "tokens" and not self.shares:
-            raise ValueError("balance manual with way tokens needs shares, such as 3:5: every device has all blocks")
-        if self.balance == "manual" and not self.split_at and not self.shares:
-            raise ValueError("balance manual needs split_at: the first block of each further device, such as 23")
-        if self.balance != "manual" and self.split_at:
-            raise ValueError(f"split_at {list(self.split_at)} belongs to balance manual, not {self.balance}")
-        if self.split_at and self.way in ("tokens", "tensor"):
-            raise ValueError(f"split_at gives blocks to devices, and with way {self.way} every device has all of them")
+        if balance == "manual" and not self.split_at and not self.shares:
+            needed = "shares, such as 3:5" if self.way == "tokens" else "split_at: each further device's first block"
+            raise ValueError(f"balance manual with way {self.way or 'auto'} needs {needed}")
+        if self.split_at and (balance != "manual" or self.way in ("tokens", "tensor")):
+            of = f"balance manual and blocks, not to balance {balance} and way {self.way or 'auto'}"
+            raise ValueError(f"split_at {list(self.split_at)} belongs to {of}")
 
     def allotted(self, model_bytes: int) -> tuple[SplitRequest, list[int]]:
         """The request, with an allocation's limits where the host keeps a part, and bytes by device; [] without one."""
         if not isinstance(self.balance, Allocation):
             return self, []
         totals = {device: int(management.get_total_memory(device)) for device in self.devices}
-        weights = self.balance.weights(model_bytes, totals)
-        sizes = [weights[device] for device in self.devices]
+        sizes = list(map(self.balance.weights(model_bytes, totals).__getitem__, self.devices))
         limits = tuple(max(size, 1) / GB for size in sizes) if sum(sizes) < model_bytes else ()
         return replace(self, balance="memory", memory_limit_gb=limits), sizes
 
@@ -101,15 +92,13 @@ class SplitRequest:
     def card_budgets(self) -> dict[torch.device, int]:
         """Bytes of weights that each card can hold beside what ComfyUI keeps for computing, and within its limit."""
         limits, kept = self.limit_bytes, management.minimum_inference_memory()
-        usable_bytes = {device: int(management.get_total_memory(device) - kept) for device in self.devices}
-        return {device: min(size, limits.get(device, size)) for device, size in usable_bytes.items()}
+        usable = {device: int(management.get_total_memory(device) - kept) for device in self.devices}
+        return {device: min(size, limits.get(device, size)) for device, size in usable.items()}
 
 
 def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], instead: str) -> list[str]:
     """Devices that would hold more of these bytes of weights than they may; the log names them.
-
-    Raises: ValueError for any with offload off. instead: what works then.
-    """
+    Raises: ValueError for any with offload off. instead: what works then."""
     budgets = request.card_budgets()
     over = [
         f"{device} would hold {size / GB:.2f} GB of weights and may hold {budgets[device] / GB:.2f} GB"
@@ -125,7 +114,7 @@ def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], inst
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """What was decided about a split, for any tree of the same architecture.
+    """What was decided about a split, for any tree of the same architecture. A way is a kind of it.
 
     Args:
         blocks: fqns inside the diffusion model, in execution order.
@@ -141,13 +130,18 @@ class SplitPlan:
     transport: Transport = "stream"
     overlap: bool = False
 
+    def make_executor(self, tree: Any) -> Any:
+        """An Executor for a SplitTree."""
+        raise NotImplementedError
+
     @property
     def main_device(self) -> torch.device:
         return self.devices[0]
 
-    def make_executor(self, tree: Any) -> Any:
-        """An Executor for a SplitTree."""
-        raise NotImplementedError
+    @property
+    def of_class(self) -> dict[str, tuple[str, ...]]:
+        """What a bridge has to know of the class."""
+        return {"passed_by": self.layout.passed_by, "per_device": self.layout.per_device}
 
     def device_of(self, name: str) -> torch.device:
         """Of a whole module or parameter, by its name in the diffusion model; copies and parts do not count."""
@@ -176,15 +170,7 @@ def layout_of(diffusion_model: nn.Module) -> NativeModel:
         if layout.refusal:
             raise ValueError(f"{layout.class_name} cannot be split across GPUs: {layout.refusal}")
         return layout
-    lists = find_block_lists(diffusion_model)
-    name = type(diffusion_model).__name__
-    _log.warning("split: %s is not a model we know; its blocks in %s are relayed", name, ", ".join(lists))
-    return NativeModel(
-        class_name=name,
-        module=type(diffusion_model).__module__,
-        block_lists=lists,
-        tail=(),
-        transport="relay",
-        note="it is not described; its blocks were found by their containers",
-        is_derived=True,
-    )
+    lists, kind = find_block_lists(diffusion_model), type(diffusion_model)
+    _log.warning("split: %s is not a model we know; its blocks in %s are relayed", kind.__name__, ", ".join(lists))
+    note = "it is not described; its blocks were found by their containers"
+    return NativeModel(kind.__name__, kind.__module__, lists, (), note, "relay", is_derived=True)

@@ -1,11 +1,7 @@
 """What a split does around ComfyUI's sampling: a forecast before it, micro-batches in each step, a comparison.
 
-ComfyUI joins cond and uncond into one batch, which a model split by blocks computes card after card. Here each of them,
-and each image of the batch, becomes a micro-batch, which the cards compute at the same time (interleave.py) by
-ComfyUI's own function. Where something could notice that, ComfyUI's way is used and the log says so once.
-
-A step to be verified is computed a second time in the plainest way. The results must be the same bits, or within the
-executor's `tolerance`.
+Each conditioning, and each image of the batch, becomes a micro-batch, which the cards compute at the same time
+(interleave.py) by ComfyUI's own function. Where something could notice that, they stay one batch.
 """
 
 from __future__ import annotations
@@ -34,11 +30,8 @@ _Compute = Callable[..., list[torch.Tensor]]
 
 
 def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrapper around ComfyUI's loading for sampling: say what each card needs.
-
-    Raises: ValueError for a compiled whole model; RuntimeError for a card that cannot compute even with all of its
-        weights streamed.
-    """
+    """Wrapper around ComfyUI's loading for sampling: say what each card needs. Raises: ValueError for a compiled whole
+    model; RuntimeError for a card that cannot compute even with all of its weights streamed."""
     if (tree := tree_of(model.model)) is not None:
         compiled = [key for key, value in model.object_patches.items() if is_compiled(value)]
         for wrapper in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
@@ -56,22 +49,19 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
 
 def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None:
     limits, minimum, problems = tree.plan.request.limit_bytes, management.minimum_inference_memory(), []
-    _, activations = estimate_memory(model, noise_shape, conds)
-    sizes = tree.weight_bytes()
-    for device, size in sizes.items():
+    activations = estimate_memory(model, noise_shape, conds)[1]
+    for device, size in tree.weight_bytes().items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
         parts = tree.executor.parts[device].values()
         streamed = max((each.nbytes for part in parts for each in part.parameters()), default=0)
-        limit = f"{limits[device] / GB:.2f} GB" if device in limits else "none"
-        room = f"free {free / GB:.2f} of {total / GB:.2f} GB, limit {limit}"
+        limit = f", limit {limits[device] / GB:.2f} GB" if device in limits else ""
         needs = f"weights {size / GB:.2f} GB, activations about {activations / GB:.2f} GB"
-        _log.info("split: %s %s, %s", device, needs, room)
+        _log.info("split: %s %s, free %.2f of %.2f GB%s", device, needs, free / GB, total / GB, limit)
         if streamed + minimum > total:
             needed = f"{streamed / GB:.2f} GB for its largest layer and {minimum / GB:.2f} GB to compute"
             problems.append(f"{device} has {total / GB:.2f} GB in all, and needs {needed}")
         elif activations + streamed > total:  # ComfyUI's estimate is no bound, and context windows divide it
-            expected = f"ComfyUI expects one step to need {activations / GB:.2f} GB beside the weights"
-            _log.warning("split: %s may run out of memory: %s", device, expected)
+            _log.warning("split: %s may run out of memory, as ComfyUI expects", device)
     if problems:
         raise RuntimeError(f"this model cannot run: {'; '.join(problems)}. Leave that card out, or use smaller weights")
 
@@ -90,27 +80,22 @@ class _Part:
 
 
 def run_overlapped(
-    executor: Any,
-    model: Any,
-    conds: list[Any],
-    x_in: torch.Tensor,
-    timestep: torch.Tensor,
-    model_options: dict[str, Any],
+    executor: Any, model: Any, conds: list[Any], x_in: torch.Tensor, timestep: torch.Tensor, options: dict[str, Any]
 ) -> list[torch.Tensor]:
     """Wrapper around ComfyUI's evaluation of all conditionings of one step; see the module's docstring."""
     tree = tree_of(model)
     if tree is None:
-        return executor(model, conds, x_in, timestep, model_options)
+        return executor(model, conds, x_in, timestep, options)
     bring_controls_to_main(conds, tree.plan.main_device)
-    parts = _parts(tree, model, conds, x_in, timestep, model_options)
+    parts = _parts(tree, model, (conds, x_in, timestep), options)
 
     def job(part: _Part) -> Callable[[], torch.Tensor]:
-        options = {**model_options, "transformer_options": dict(model_options.get("transformer_options", {}))}
-        return lambda: executor(model, part.conds, part.x, part.timestep, options)[part.index]
+        own = {**options, "transformer_options": dict(options.get("transformer_options", {}))}
+        return lambda: executor(model, part.conds, part.x, part.timestep, own)[part.index]
 
     def compute() -> list[torch.Tensor]:
         if len(parts) < 2:
-            return executor(model, conds, x_in, timestep, model_options)
+            return executor(model, conds, x_in, timestep, options)
         jobs = [job(part) for part in parts]
         outputs = [run() for run in jobs] if tree.is_plain else tree.executor.run_parts(tree, jobs)
         of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
@@ -123,33 +108,23 @@ def run_overlapped(
             if not tree.is_to_verify:
                 return compute()
             tree.is_to_verify = False
-            outputs = _verified(tree, compute, model_options)
+            outputs = _verified(tree, compute, options)
             tree.is_verified = True
             return outputs
         except (RuntimeError, ValueError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and (moved := tree.moved()):
-                raise RuntimeError(
-                    f"other code has moved weights of this split MODEL: {moved} ({error}). Take out the node that does "
-                    "so, such as one that frees memory or names a device, and load the MODEL anew"
-                ) from error
             if "same device" not in str(error):
                 raise
             raise RuntimeError(
                 f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
-                f"{_names(tree.unseen, model_options)}. What is attached inside a block needs its tensors where that "
-                "block is: have its blocks on the first device by split_at, or take the node out"
+                f"{_names(tree, options)}. What is attached inside a block needs its tensors where that block is: have "
+                "its blocks on the first device by split_at, or take the node out, as one that moves weights, and load "
+                "the MODEL anew"
             ) from error
 
 
-def _parts(
-    tree: SplitTree,
-    model: Any,
-    conds: list[Any],
-    x_in: torch.Tensor,
-    timestep: torch.Tensor,
-    options: Mapping[str, Any],
-) -> list[_Part]:
+def _parts(tree: SplitTree, model: Any, step: tuple[Any, ...], options: Mapping[str, Any]) -> list[_Part]:
     """The micro-batches of this step; fewer than two where ComfyUI's way is to be used."""
+    conds, x_in, timestep = step
     active, num_images = [index for index, cond in enumerate(conds) if cond], x_in.shape[0]
     if not tree.plan.overlap or len(active) * num_images < 2:
         return []
@@ -177,7 +152,7 @@ def _parts(
                 return False
         return True
 
-    reason = next(reasons_against_overlap(model, tree.unseen, conds, options), "")
+    reason = next(reasons_against_overlap(model, tree.unseen(), conds, options), "")
     reason = reason or tree.executor.reason_against_parts(tree, len(parts), has_room)
     if reason:
         tree.say_once(f"split: overlap is off: {reason}")
@@ -205,8 +180,8 @@ def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, A
 
 
 def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What compute() gives, after a comparison with the plain way. A third computation shows whether something keeps
-    state from call to call; the step then passes with a warning.
+    """What compute() gives, after a comparison with the plainest way: the same bits, or within the `tolerance` of the
+    executor. A third computation shows whether something keeps state from call to call.
 
     Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
         for a class that was only read also if the plain way gives two things.
@@ -242,15 +217,14 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
         same = f"the same within {bound:g} of a standard deviation" if bound else "the same bits"
         _log.info("split: verified: the first step is %s %s", same, tree.executor.plain)
         return found
-    attached = _names(tree.unseen, options)
+    attached = _names(tree, options)
     if is_steady:
         raise RuntimeError(
             f"verify: the split computed something else than the same step {tree.executor.plain}: "
             f"{'; '.join(differences)}. Attached to this MODEL: {attached}. Take these out one by one, or set "
             f"{tree.executor.plainer}; please report the one that differs"
         )
-    unsteady = "the same step computed twice differs, so something keeps state or draws random numbers; attached to "
-    unsteady += f"this MODEL: {attached}"
+    unsteady = f"the same step computed twice differs, by state or random numbers; attached to this MODEL: {attached}"
     if not tree.is_verified:
         raise RuntimeError(
             f"verify: {tree.plan.layout.class_name} was read, not run, and cannot be checked: {unsteady}. Take these "
@@ -271,7 +245,7 @@ def _differences(tree: SplitTree, found: Sequence[torch.Tensor], expected: Seque
     ]
 
 
-def _names(unseen: Sequence[str], options: Mapping[str, Any]) -> str:
+def _names(tree: SplitTree, options: Mapping[str, Any]) -> str:
     seen = seen_attachments(options.get("transformer_options", {}))
-    wrapper = ["a model function wrapper"] if "model_function_wrapper" in options else []
-    return ", ".join((*unseen[:8], *seen, *wrapper)) or "nothing"
+    wrapper = ["a model function wrapper"] * ("model_function_wrapper" in options)
+    return ", ".join((*tree.unseen()[:8], *seen, *wrapper)) or "nothing"

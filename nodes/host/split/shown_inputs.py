@@ -1,7 +1,7 @@
 """The inputs of one forward: their signature, and the same kind of inputs at other sizes.
 
-A derived row (deriving.py) knows only inputs that it was shown. So two forwards are of one kind where names, types,
-dimensions, those of length 1, and all numbers and texts are the same. Lengths are not: they are the size.
+Two forwards are of one kind where names, types, dimensions, those of length 1, and all numbers and texts are the same.
+Lengths are the size.
 """
 
 from __future__ import annotations
@@ -35,12 +35,8 @@ _ROWS, _COLUMNS = (3, 4), (5, 7)  # in units: no two products are the same
 
 
 class Size(NamedTuple):
-    """Of small inputs: cells of the latents, and tokens of the text.
-
-    Args:
-        has_lists: whether what is as long as there are cells or frames has a number for each.
-        level: of the numbers of a sample, such as its noise: a class may compute something else at a low one.
-    """
+    """Of small inputs: cells of the latents, and tokens of the text. has_lists: whether what is as long as there are
+    cells or frames has a number for each. level: of noise: a class may compute something else at a low one."""
 
     has_lists: bool
     height: int
@@ -51,12 +47,12 @@ class Size(NamedTuple):
 
 
 def innermost_of(cls: type[nn.Module]) -> str:
-    """The method of a class that its wrappers are around."""
+    """The method of a class that its wrappers are around, or its only one."""
     return "_forward" if hasattr(cls, "_forward") else "forward"
 
 
 class Innermost:
-    """The forward of a class that its wrappers are around, or its only one."""
+    """That method of a model, and its arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self.method = innermost_of(type(model))
@@ -85,10 +81,9 @@ class ShownInputs:
         self._cells: tuple[int, ...] = tuple(latents[0].shape[2:])
         found = [each for _, each in self._leaves if isinstance(each, torch.Tensor)]
         states = [given.get("context"), *(each for each in found[1:] if each.ndim == 3 and each.is_floating_point())]
-        context = next((each for each in states if isinstance(each, torch.Tensor)), None)
-        self._text = context.shape[1] if context is not None and context.ndim > 2 else 0
-        # Whether there are frames, more than one.
-        self._is_clip = len(self._cells) == 3 and self._cells[0] > 1
+        context = next((each for each in states if isinstance(each, torch.Tensor)), torch.zeros(0))
+        self._text = context.shape[1] if context.ndim > 2 else 0
+        self._is_clip = len(self._cells) == 3 and self._cells[0] > 1  # frames, more than one
 
     @property
     def signature(self) -> str:

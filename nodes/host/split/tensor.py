@@ -1,7 +1,7 @@
 """Way tensor: every card computes a part of each block, with its own slices of the weights.
 
-LoRAs and other patches are made for whole weights. So a card patches the whole weight and takes its slice of the
-result: right for every kind of patch. Of a plain LoRA one factor is sliced instead.
+Patches are made for whole weights, so a card patches the whole one and takes its slice of the result. Of a plain LoRA
+one factor is sliced instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import comfy.lora
 import comfy.model_management as management
 import comfy.ops
-import comfy_aimdo.model_vbar
+import comfy_aimdo.model_vbar as vbar
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter.base import WeightAdapterBase
@@ -33,8 +33,7 @@ from ....parallel.local.shards import (
     shares_of,
 )
 from ....parallel.local.tensor_parallel import TensorParallel
-from .attachments import KEY, ROOT, check_divisible, is_options
-from .leading import attention_of
+from .attachments import KEY, ROOT, attention_of, check_divisible, is_options
 from .model_copy import Origin, copy_structure, reachable
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .tree import Executor, SplitTree
@@ -63,11 +62,11 @@ class DividedPlan(SplitPlan):
         """Bytes of weights that each device holds of this model, which is whole; the main device has the rest, too."""
         sizes = dict.fromkeys(self.devices, 0)
         sizes[self.main_device] = management.module_size(diffusion_model)
-        for name, (plan, shares) in self.divided.items():
+        for name, how in self.divided.items():
             block = diffusion_model.get_submodule(name)
             sizes[self.main_device] -= management.module_size(block)
             for rank, device in enumerate(self.devices):
-                part = divide_block(copy_structure(block)[0], plan, shares, rank, cut_weight).block
+                part = divide_block(copy_structure(block)[0], *how, rank, cut_weight).block
                 sizes[device] += sum(each.nbytes for weight in part.parameters() for each in plain_parts(weight))
         return sizes
 
@@ -99,9 +98,8 @@ def _check_formats(name: str, block: nn.Module, plan: TensorPlan) -> None:
         if divided is None or weight is None:
             continue
         data = getattr(weight, "data", weight)
-        layout = getattr(data, "_layout_cls", None)
+        layout, params = getattr(data, "_layout_cls", None), getattr(data, "_params", None)
         is_known = layout in _DIVISIBLE_LAYOUTS if layout is not None else type(data) is torch.Tensor
-        params = getattr(data, "_params", None)
         has_rotation = divided.by == "row" and getattr(params, "convrot", False)
         if not is_known or has_rotation or getattr(params, "transposed", False):
             found = layout or type(data).__name__
@@ -126,21 +124,13 @@ class TensorExecutor(Executor):
             for rank, device in reversed(list(enumerate(plan.devices))):  # the whole block becomes a part last
                 block = tree.block(name) if rank == 0 else copy_structure(tree.block(name))[0]
                 self.shards[device][name] = divide_block(block, how, shares, rank, cut_weight)
-        self.parts = {
-            device: {name: each.block for name, each in shards.items()} for device, shards in self.shards.items()
-        }
+        self.parts = {at: {name: each.block for name, each in of.items()} for at, of in self.shards.items()}
         by_block = {
             shard.block: (shard, [self.shards[device][name] for device in plan.devices[1:]])
             for name, shard in self.shards[plan.main_device].items()
         }
-        layout = plan.layout
-        self.bridge: TensorParallel = TensorParallel(
-            plan.devices,
-            by_block,
-            passed_by=layout.passed_by,
-            per_device=layout.per_device,
-            exchange=plan.request.exchange,
-        )
+        exchange = plan.request.exchange
+        self.bridge: TensorParallel = TensorParallel(plan.devices, by_block, exchange=exchange, **plan.of_class)
         self.bridge.replay(addresses_on)
         self._layers = tuple(layer for block in by_block for layer in block.modules())
         self._num_attached = 0  # hooks and forwards of layers, at the last forward
@@ -164,10 +154,8 @@ class TensorExecutor(Executor):
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
         found = [] if tree.called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
-        number = sum(
-            len(layer._forward_hooks) + len(layer._forward_pre_hooks) + ("forward" in layer.__dict__)
-            for layer in self._layers
-        )
+        on_layers = ((each._forward_hooks, each._forward_pre_hooks, each.__dict__) for each in self._layers)
+        number = sum(len(after) + len(before) + ("forward" in own) for after, before, own in on_layers)
         if number != self._num_attached:
             tree.look_again()
             self._num_attached = number
@@ -177,7 +165,7 @@ class TensorExecutor(Executor):
         forwards = [layer.__dict__["forward"] for layer in self._layers if "forward" in layer.__dict__]
         if any(isinstance(part, BypassForwardHook) for each in forwards for part in reachable(each)):
             found.append("a bypass LoRA")  # it would act on the main card's slices only
-        check_divisible((*found, *tree.unseen_in_blocks()), options, self._plan.layout.patches_inside)
+        check_divisible((*found, *tree.unseen(in_blocks=True)), options, self._plan.layout.patches_inside)
 
     def guard(self, tree: SplitTree, options: Mapping[str, Any]) -> dict[str, Any]:
         guarded = super().guard(tree, options)
@@ -205,20 +193,18 @@ class TensorExecutor(Executor):
 
     def whole_weight(self, key: str) -> torch.Tensor | None:
         found = self._find(self._plan.main_device, key)
-        return None if found is None else found[0].wholes[found[1]]
+        return found and found[0].wholes[found[1]]
 
     def origin_on(self, device: torch.device, given: Origin | None) -> Origin:
         mine = self._unpatched[device]
 
-        def find(name: str) -> torch.Tensor | None:
-            return mine[name] if name in mine else (given(name) if given is not None else None)
-
-        return find
+        return lambda name: mine[name] if name in mine else given(name) if given is not None else None
 
     def patches_on(self, device: torch.device, patches: dict[str, Any], uuid: object) -> dict[str, Any]:
         """Made once as long as ComfyUI's number for them stays."""
-        if device in self._patches and self._patches[device][0] == uuid:
-            return self._patches[device][1]
+        before, sliced = self._patches.get(device, (None, {}))
+        if device in self._patches and before == uuid:
+            return sliced
         sliced = dict(patches)
         for key, given in patches.items():
             if (found := self._find(device, key)) is not None:
@@ -232,10 +218,11 @@ class TensorExecutor(Executor):
         return sliced
 
     def _find(self, device: torch.device, key: str) -> tuple[BlockShard, str] | None:
-        parts = key.removeprefix(f"{ROOT}.").split(".")
-        for length in range(len(parts) - 1, 0, -1):
-            if (shard := self.shards[device].get(".".join(parts[:length]))) is not None:
-                name = ".".join(parts[length:])
+        block, name = key.removeprefix(f"{ROOT}."), ""
+        while "." in block:
+            block, _, last = block.rpartition(".")
+            name = f"{last}.{name}".rstrip(".")
+            if (shard := self.shards[device].get(block)) is not None:
                 return (shard, name) if name in shard.slices else None
         return None
 
@@ -276,10 +263,9 @@ def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> list[Any] | N
 
 
 class SlicedPatch(WeightAdapterBase):
-    """All patches of one weight, of which a card holds a slice.
+    """All patches of one weight, of which a card holds a slice. ComfyUI may make another one with its tensors moved.
 
-    loaded_keys: as ComfyUI's adapters have it; empty. weights: the patches in ComfyUI's form, the whole weight of which
-    they were made, and the slice. ComfyUI may make another object of this class with the tensors inside on a card.
+    loaded_keys: empty. weights: the patches in ComfyUI's form, the whole weight, and the slice.
     """
 
     name = "devicebridge_slice"
@@ -298,10 +284,8 @@ class SlicedPatch(WeightAdapterBase):
 
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
-    """A slice of a weight in the weight's own format, without a copy: of 8-bit weights only scales of rows are copied.
-
-    Raises: ValueError for a weight that is on a card: the slices of all cards would be made there.
-    """
+    """A slice of a weight in the weight's own format, without a copy but of scales of rows.
+    Raises: ValueError for a weight that is on a card: the slices of all cards would be made there."""
     if weight.device.type != "cpu":
         raise ValueError(
             f"the weights of this MODEL stay on {weight.device}, as with --highvram or --gpu-only, where all slices "
@@ -320,18 +304,14 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
 
 
 def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | None:
-    """Where a layer's weights lie on the card; None unless all are there and used as they are.
-
-    Under DynamicVRAM a weight is there if ComfyUI would not fetch it before the next use. This is asked before every
-    replay, so that containers are passed over, and plain weights are not looked into.
-    """
+    """Where a layer's weights lie on the card; None unless all are there and used as they are. Under DynamicVRAM a
+    weight is there if ComfyUI would not fetch it before the next use. It is asked before every replay."""
     found: list[int] = []
     pinned: list[Any] = []  # what DynamicVRAM may not take away until all is found
     left: list[nn.Module | None] = [layer]
     try:
         while left:
-            module = left.pop()
-            if module is None:
+            if (module := left.pop()) is None:
                 continue
             left += module._modules.values()
             weights = [*module._parameters.values(), *module._buffers.values()]
@@ -341,16 +321,13 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
             if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
                 return None  # such as a LoRA that is added at every call
             if address is not None:
-                signature = comfy_aimdo.model_vbar.vbar_fault(address)
-                if signature is None:
+                if (signature := vbar.vbar_fault(address)) is None:
                     return None
                 pinned.append(address)
-                if not comfy_aimdo.model_vbar.vbar_signature_compare(signature, getattr(module, "_v_signature", None)):
+                if not vbar.vbar_signature_compare(signature, getattr(module, "_v_signature", None)):
                     return None
                 weights = [getattr(module, "_v_weight", None), getattr(module, "_v_bias", None)]
-            for weight in weights:
-                if weight is None:
-                    continue
+            for weight in (each for each in weights if each is not None):
                 if weight.device != device:
                     return None
                 parts = (weight,) if type(weight) in (nn.Parameter, torch.Tensor) else plain_parts(weight)
@@ -358,4 +335,4 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
         return tuple(found)
     finally:
         for address in pinned:
-            comfy_aimdo.model_vbar.vbar_unpin(address)
+            vbar.vbar_unpin(address)

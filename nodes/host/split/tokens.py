@@ -1,8 +1,7 @@
 """Way tokens: every card has the whole model and computes its share of the rows (tokens) of one forward.
 
-Each card's copy of the model is made of the same storages, so the weights exist once in host memory. ComfyUI loads,
-patches and evicts every copy by itself. The innermost forward of the class is what the cards share: wrappers, step
-caches and ControlNets around it run once, on the main card.
+Each card's copy of the model is made of the same storages. The innermost forward of the class is what the cards share:
+wrappers, step caches and ControlNets around it run once, on the main card.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.memory_management
 import comfy.model_management as management
 import torch
 from torch import nn
@@ -46,9 +44,18 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
-from .attachments import NO_PREFETCH, OVERRIDE, ROOT, check_attention, check_runnable, has_patches
+from .attachments import (
+    NO_PREFETCH,
+    OVERRIDE,
+    ROOT,
+    attention_of,
+    check_attention,
+    check_runnable,
+    has_patches,
+    home_of,
+    led_by_name,
+)
 from .deriving import Cards, Deriving, rows_of
-from .leading import attention_of, home_of, led_by_name
 from .model_copy import RUNTIME_STATE, copy_structure
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .shown_inputs import FUNCTIONS, OPTIONS, Innermost
@@ -100,11 +107,8 @@ class TokensPlan(SplitPlan):
 
 
 def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan:
-    """Decide who computes how many tokens; reads sizes only.
-
-    Raises: ValueError if nobody described where the class has rows, for modules of other code, or with offload off, if
-        a card cannot hold it.
-    """
+    """Decide who computes how many tokens; reads sizes only. Raises: ValueError for a class without rows, for modules
+    of other code, or with offload off, if a card cannot hold it."""
     layout = layout_of(diffusion_model)
     if reason := NO_TOKENS.get(layout.class_name, ""):
         raise ValueError(f"{layout.class_name} cannot be shared out by tokens: {reason}. Use way 'blocks' or 'tensor'")
@@ -114,8 +118,9 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
         verdicts = list(derived.verdicts().values())
         tokens = next((each.row for each in verdicts if each.row is not None), TokenPlan({}))
         if verdicts and not tokens.blocks:
-            why = f"{why_no_tokens(layout.class_name)}, and inputs that were tried are refused"
-            _log.warning("split: %s: %s", why, verdicts[0].refused)
+            _log.warning(
+                "split: %s, and tried inputs are refused: %s", why_no_tokens(layout.class_name), verdicts[0].refused
+            )
     known = (*_KNOWN_MODULES, home_of(type(diffusion_model))) if derived else _KNOWN_MODULES
     for name, module in diffusion_model.named_modules():
         code = type(module).__module__
@@ -125,9 +130,7 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
                 "'blocks', or take out the node that put it there"
             )
     size = int(management.module_size(diffusion_model))
-    over = find_streamed(request, dict.fromkeys(request.devices, size), "Use way 'blocks' or 'tensor'")
-    if len(over) > 1 and comfy.memory_management.aimdo_enabled:
-        _log.warning("split: DynamicVRAM streams to several cards from one pinned memory that their threads share")
+    find_streamed(request, dict.fromkeys(request.devices, size), "Use way 'blocks' or 'tensor'")
     blocks, devices = execution_order(diffusion_model, layout), request.devices
     is_one_kind = len({device_title(device) for device in devices}) == 1
     measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
@@ -144,8 +147,7 @@ def usual_tokens(layout: NativeModel) -> int:
 
 
 def _num_groups(request: SplitRequest, work: ForwardWork) -> tuple[int, int]:
-    """Of heads, in which keys and values travel: where blocks are launched, and where they are replayed. By the cards
-    and links as they were measured."""
+    """Of heads, in which keys and values travel: where blocks are launched, and where they are replayed."""
     if module_with_streams(*request.devices[:2]) is None:
         return 1, 1  # they cannot copy beside what they compute
     try:
@@ -162,13 +164,11 @@ def _num_groups(request: SplitRequest, work: ForwardWork) -> tuple[int, int]:
 class TokensExecutor(Executor):
     """Has every card run the class's own forward."""
 
-    plain = "on one card"
-    plainer = "way to blocks"
-    has_copies = True
-    tolerance = 0.02  # of a standard deviation: kernels are chosen by the number of rows
+    plain, plainer, has_copies = "on one card", "way to blocks", True
 
     def __init__(self, tree: SplitTree, plan: TokensPlan) -> None:
-        self._plan = plan
+        # Kernels are chosen by the number of rows.
+        self._plan, self.tolerance = plan, 0.1 if plan.request.exchange == "8-bit" else 0.02
         root = tree.diffusion_model
         self.parts = {plan.main_device: {name: tree.block(name) for name in plan.blocks}}
         self.parts |= {device: {"": copy_structure(root)[0]} for device in plan.devices[1:]}
@@ -181,20 +181,15 @@ class TokensExecutor(Executor):
         def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
             return copies.copies(tensors, plan.devices[rank], arrivals)
 
-        if plan.request.exchange == "8-bit":
-            self.tolerance = 0.1
-
         self._send = send
         self.graphs: Graphs | None = None
         if plan.derived is None and (plan.layout.keeps_nothing or plan.layout.forgets_if_patched):
             self.graphs = graphs_on(plan.devices, copies, addresses_on)
         self._attention = [*attention_of(root, is_wide=True)]
-        self._attends: dict[int, tuple[Any, ...]] = {}  # by rank, what attention was led to, and what leads it there
+        self._attends: dict[int, tuple[Any, Any, Any]] = {}  # by rank, where attention was led, and by what
         self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
-        self._deriving: Deriving | None = None
+        self._deriving = Deriving(plan.derived, plan.layout.class_name) if plan.derived is not None else None
         self._proved_for: object = None  # ComfyUI's number of the patches
-        if plan.derived is not None:
-            self._deriving = Deriving(plan.derived, plan.layout.class_name)
         self._hooks = HookSet()
         self._may_change = _MAY_CHANGE.union(plan.layout.remembers)
         self._unchanged = Unchanged(root, self._may_change)
@@ -263,12 +258,11 @@ class TokensExecutor(Executor):
 
     def _added_to_weights(self) -> Iterator[str]:
         """Other code's functions on the main card's weights, unless all have them; ComfyUI adds LoRAs so."""
-        for own, *others in self._pairs:
-            for name in _ON_WEIGHTS:
-                for each in vars(own).get(name) or ():
-                    has_it = all(each in vars(other).get(name, ()) for other in others)
-                    if not has_it and not (code := code_of(each)).startswith("comfy."):
-                        yield f"a function of {code} on a weight"
+        for name, (own, *others) in itertools.product(_ON_WEIGHTS, self._pairs):
+            for each in vars(own).get(name) or ():
+                has_it = all(each in vars(other).get(name, ()) for other in others)
+                if not has_it and not (code := code_of(each)).startswith("comfy."):
+                    yield f"a function of {code} on a weight"
 
     def _other_numbers(self, patcher: Any) -> Iterator[str]:
         """Weights and buffers whose numbers before any LoRA are not another card's, by a hundred of their bytes.
@@ -279,12 +273,9 @@ class TokensExecutor(Executor):
         for model, owner in zip(self._models, (patcher, *patcher.companions), strict=True):
             backup = {key: weight for key, (weight, _) in owner.hook_backup.items()}
             backup |= {key: kept.weight for key, kept in owner.backup.items()}
-            named = itertools.chain(
-                model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-            )
+            named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
             found = {name: each for name, each in named if name.rpartition(".")[2] not in self._may_change}
-            names = ((name, f"{ROOT}.{name}") for name in found)
-            of_each.append({name: backup.get(key, found[name]) for name, key in names})
+            of_each.append({name: backup.get(f"{ROOT}.{name}", each) for name, each in found.items()})
         own, *others = of_each
         for other in others:
             yield from (f"the weight {name}, of one card alone," for name in sorted(own.keys() ^ other.keys()))
@@ -329,10 +320,8 @@ class TokensExecutor(Executor):
             finally:
                 tree.end()  # whatever it left in its thread
 
-        tree.say_once(
-            f"split: {size} conditionings or pictures at once, each whole on a card of its own, which holds all of its "
-            "activations; overlap off computes each on all cards"
-        )
+        whole = f"{size} conditionings or pictures at once, each whole on a card of its own"
+        tree.say_once(f"split: {whole}; overlap off computes each on all cards")
         while len(jobs) >= size:
             try:
                 with self._running:
@@ -357,7 +346,7 @@ class TokensExecutor(Executor):
             moved = self._given(rank, given)
             self._wholes.meet()
             with current_device(self._plan.devices[rank]):
-                output = own(**moved) if rank == 0 else getattr(self._models[rank], self._method)(**moved)
+                output = self._forwards(own)[rank](**moved)
             return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))
         with self._running:
             try:
@@ -384,10 +373,8 @@ class TokensExecutor(Executor):
             functions = tuple(getattr(module, name, None) for module, name in self._attention)
             groups = self._plan.replayed_groups if self._plan.replayed_groups != rows.groups else 0
             replays = Replays(self.graphs, (rows, rows.groups, rows.exchange, functions), groups)
-        calls = [
-            functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
-            for rank in range(len(self._models))
-        ]
+        forwards = enumerate(self._forwards(own))
+        calls = [functools.partial(self._run, rank, rows, each, self._given(rank, given)) for rank, each in forwards]
         with nullcontext() if plan.passes_options else led_by_name(self._models[0]):
             return rows.run(calls, replays)[0]
 
@@ -399,8 +386,11 @@ class TokensExecutor(Executor):
         """For forwards by other rows than those of this split."""
         for rows in self._rows.values():
             rows.remove()
-        forwards = [own, *(getattr(model, self._method) for model in self._models[1:])]
-        return Cards(self._models, forwards, self._plan.devices, self._plan.layout.block_lists, self._send)
+        return Cards(self._models, self._forwards(own), self._plan.devices, self._plan.layout.block_lists, self._send)
+
+    def _forwards(self, own: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """By rank. own: the main card's."""
+        return [own, *(getattr(model, self._method) for model in self._models[1:])]
 
     @staticmethod
     def _say_alone(tree: SplitTree, refusal: RowsError) -> None:
@@ -408,15 +398,14 @@ class TokensExecutor(Executor):
 
     def _attach(self, plan: TokenPlan) -> TokenParallel:
         """The rows of this plan, and no others."""
-        if id(plan) not in self._rows:
-            held, exchange = self._plan, self._plan.request.exchange
-            how = held.devices, plan, held.shares, self._send, held.groups, exchange
-            self._rows[id(plan)] = TokenParallel(self._models, *how)
-        for of, other in self._rows.items():
-            if of != id(plan):
+        if (rows := self._rows.get(id(plan))) is None:
+            how = plan, self._plan.shares, self._send, self._plan.groups, self._plan.request.exchange
+            rows = self._rows[id(plan)] = TokenParallel(self._models, self._plan.devices, *how)
+        for other in self._rows.values():
+            if other is not rows:
                 other.remove()
-        self._rows[id(plan)].attach()
-        return self._rows[id(plan)]
+        rows.attach()
+        return rows
 
     def _given(self, rank: int, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the forward on a rank's device; dicts are its own."""
@@ -430,52 +419,41 @@ class TokensExecutor(Executor):
             moved[OPTIONS] = dict(moved[OPTIONS])
         if isinstance(control := given.get("control"), dict):
             moved["control"] = {
-                name: [None if each is None else move(each) for each in residuals]
-                for name, residuals in control.items()
+                name: [each if each is None else move(each) for each in of] for name, of in control.items()
             }
         return moved
 
-    def _run(self, rank: int, rows: TokenParallel, own: Callable[..., Any] | None, given: dict[str, Any]) -> Any:
+    def _run(self, rank: int, rows: TokenParallel, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """One rank's forward, in its thread."""
         here = rows.rows
         assert here is not None
-        if isinstance(given.get("control"), dict):
-            given["control"] = {
-                name: RowResiduals(each, here, rows.plan.control) for name, each in given["control"].items()
-            }
+        if isinstance(control := given.get("control"), dict):
+            given["control"] = {name: RowResiduals(each, here, rows.plan.control) for name, each in control.items()}
         if rows.plan.passes_options:
             options = given.setdefault(OPTIONS, {})
             options[OVERRIDE] = self._attend(rank, rows, options.get(OVERRIDE))
             if self._plan.layout.forgets_if_patched:
                 options["patches_replace"] = {"dit": {"of no block": None}}
-        forward = own or getattr(self._models[rank], self._method)
         return forward(**given)
 
     def _attend(self, rank: int, rows: TokenParallel, chosen: Callable[..., Any] | None) -> Callable[..., Any]:
         """The attention override of one rank. It stays the same from forward to forward: blocks are replayed by it."""
-        known = self._attends.get(rank, ())
-        if known[:1] != (rows,) or known[1] is not chosen:
 
-            def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                check_attention(func)
-                return rows.attend(func if chosen is None else functools.partial(chosen, func), *args, **kwargs)
+        def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            check_attention(func)
+            return rows.attend(func if chosen is None else functools.partial(chosen, func), *args, **kwargs)
 
+        known = self._attends.get(rank, (None, None, attend))
+        if known[0] is not rows or known[1] is not chosen:
             known = self._attends[rank] = rows, chosen, attend
-        return known[2]  # type: ignore[no-any-return]
+        return known[2]
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a sample of two tensors has the same bytes, or one is the other cast; no numbers are zeros."""
     if (a.device, a.data_ptr()) == (b.device, b.data_ptr()) and (a.dtype, a.shape) == (b.dtype, b.shape):
         return True
-    is_cast = a.dtype != b.dtype
-
-    def sample(part: torch.Tensor) -> torch.Tensor:
-        flat = part.reshape(-1) if is_cast else part.reshape(-1).view(torch.uint8)
-        some = flat[:: len(flat) // 100 | 1]
-        return torch.zeros_like(some, device="cpu") if some.is_meta else some.cpu()
-
-    one, two = sample(a), sample(b)
-    return a.shape == b.shape and (
-        torch.equal(one.to(two.dtype), two) or (is_cast and torch.equal(two.to(one.dtype), one))
-    )
+    flat = [part.reshape(-1) if a.dtype != b.dtype else part.reshape(-1).view(torch.uint8) for part in (a, b)]
+    some = [part[:: len(part) // 100 | 1] for part in flat]
+    one, two = (torch.zeros_like(each, device="cpu") if each.is_meta else each.cpu() for each in some)
+    return a.shape == b.shape and (torch.equal(one.to(two.dtype), two) or torch.equal(two.to(one.dtype), one))

@@ -1,8 +1,7 @@
 """The module tree of a split model: which part of it each card has, and how a forward runs over all of them.
 
-The other cards' parts are also members of one small model per card (a shard), under the names that they have in the
-whole, so that ComfyUI's patcher can load, patch and evict each. While it works on the main card's part, the other
-cards' blocks are taken out of their lists (`main_only`).
+ComfyUI's patcher loads, patches and evicts each further card's part as a small model (a shard). While it works on the
+main card's part, the other cards' blocks are taken out of their lists (`main_only`).
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partialmethod
-from typing import Any
+from functools import partial, partialmethod
+from typing import Any, cast
 
 import comfy.model_management as management
 import torch
@@ -28,6 +27,7 @@ from ..compiler import outside
 from .attachments import ROOT, guard_options, seen_attachments, unseen_attachments, wrap_control
 from .model_copy import Origin
 from .plan import SplitPlan
+from .shown_inputs import OPTIONS
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "devicebridge_split"
@@ -44,9 +44,7 @@ class Shard(nn.Module):
             parent: nn.Module = self
             *path, last = f"{ROOT}.{name}".removesuffix(".").split(".")
             for part in path:
-                if part not in parent._modules:
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
+                parent = cast(nn.Module, parent._modules.setdefault(part, nn.Module()))
             parent.add_module(last, block)
 
     @property
@@ -58,14 +56,10 @@ class Shard(nn.Module):
 
 
 class Executor:
-    """Runs the forwards of one tree over its cards.
+    """Runs the forwards of one tree over its cards."""
 
-    bridge: hooks the blocks and moves what they are called with.
-    parts: by device, the blocks that it computes, or its part of each, by the name of the block in the whole.
-    """
-
-    bridge: Bridge
-    parts: Mapping[torch.device, Mapping[str, nn.Module]]
+    bridge: Bridge  # hooks the blocks and moves what they are called with
+    parts: Mapping[torch.device, Mapping[str, nn.Module]]  # by device and name, the blocks or its part of each
     tolerance = 0.0  # of a standard deviation, between a step and its verification
     plain = ""  # how a step is computed a second time to verify it
     plainer = ""  # what a user can set where that gives something else
@@ -88,10 +82,8 @@ class Executor:
         return guard_options(options, self.bridge, tree.plan)
 
     def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
-        """Why the micro-batches of a step are not to be computed apart; "" if they are.
-
-        has_room: whether each card has the memory for the largest one, as ComfyUI estimates.
-        """
+        """Why the micro-batches of a step are not to be computed apart; "" if they are. has_room: whether each card has
+        the memory for the largest one, as ComfyUI estimates."""
         return ""
 
     def run_parts(self, tree: SplitTree, jobs: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
@@ -133,19 +125,16 @@ class SplitTree:
             device: make_shard(base, self.executor.parts[device]) for device in plan.devices[1:]
         }
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
-        self._hooks = HookSet()
+        self._hooks, self._said = HookSet(), set[str]()  # what was said once
         self._calls: BlockCalls | None = None
         self.patcher: Callable[[], Any] = lambda: None  # who attached; it has one for each other card as companions
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: list[tuple[str, str]] | None = None  # None: to be looked for
         self.is_plain = False  # whether forwards return to the main card after every block and remember no copies
-        self._is_step = False
+        self._is_step, self.is_to_verify = False, False  # the latter is of the next step
         self._held = threading.local()  # what keeps a thread's forward outside the compiler; its end leaves, too
-        self._said: set[str] = set()  # what needs saying once
-        self.is_to_verify = False  # the next step
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
-        self._is_proven = not plan.layout.is_watched
-        self.is_verified = plan.layout.evidence != "read"  # or need not be
+        self._is_proven, self.is_verified = not plan.layout.is_watched, plan.layout.evidence != "read"  # or need not be
 
     @property
     def diffusion_model(self) -> nn.Module:
@@ -157,24 +146,21 @@ class SplitTree:
 
     def weight_bytes(self) -> dict[torch.device, int]:
         """Bytes of weights per device, as stored."""
-        elsewhere = [self.block(name) for name in self.plan.blocks if self.is_whole and self.is_foreign(name)]
-        here = management.module_size(self._base()) - sum(map(management.module_size, elsewhere))
         sizes = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
-        return {self.plan.main_device: int(here)} | sizes
+        with self.main_only():
+            return {self.plan.main_device: int(management.module_size(self._base()))} | sizes
 
     # ---- views
 
     @contextmanager
     def _view(self, *, is_whole: bool) -> Iterator[None]:
-        if self.is_whole == is_whole:
-            yield
-            return
-        enter, leave = (self._show, self._hide) if is_whole else (self._hide, self._show)
-        enter()
+        if is_other := self.is_whole != is_whole:
+            self._turn()
         try:
             yield
         finally:
-            leave()
+            if is_other:
+                self._turn()
 
     main_only = partialmethod(_view, is_whole=False)  # blocks of other cards are out; the others keep their numbers
     whole = partialmethod(_view, is_whole=True)  # every block is in its list, also inside main_only
@@ -183,29 +169,28 @@ class SplitTree:
     def is_whole(self) -> bool:
         return not self._hidden
 
-    def _hide(self) -> None:
-        for name in _containers_of([block for block in self.plan.blocks if self.is_foreign(block)]):
+    def _turn(self) -> None:
+        """Take the blocks of other cards out of their lists, or put them back."""
+        for name, children in self._hidden.items():
+            container = self.diffusion_model.get_submodule(name)
+            children.update(container._modules)  # ComfyUI may have patched or restored a main card's block meanwhile
+            container._modules = children
+        if self._hidden:
+            return self._hidden.clear()
+        for name in _containers_of(list(filter(self.is_foreign, self.plan.blocks))):
             container = self.diffusion_model.get_submodule(name)
             children = self._hidden[name] = container._modules
             container._modules = {
                 key: child for key, child in children.items() if not self.is_foreign(f"{name}.{key}".lstrip("."))
             }
 
-    def _show(self) -> None:
-        for name, children in self._hidden.items():
-            container = self.diffusion_model.get_submodule(name)
-            children.update(container._modules)  # ComfyUI may have patched or restored a main card's block meanwhile
-            container._modules = children
-        self._hidden.clear()
-
     # ---- names
 
     def check_object_patch(self, key: str) -> None:
         """Raises: ValueError for an object patch that replaces whole lists of blocks."""
         if key in {ROOT, *(f"{ROOT}.{name}" for name in self._lists)}:
-            raise ValueError(
-                f"a node replaces {key}; have it patch single blocks, such as {ROOT}.{self.plan.blocks[0]}"
-            )
+            single = f"{ROOT}.{self.plan.blocks[0]}"
+            raise ValueError(f"a node replaces {key}; have it patch single blocks, such as {single}")
 
     def device_of(self, key: str) -> torch.device:
         """The card of what has this name inside the BaseModel or the diffusion model."""
@@ -240,16 +225,6 @@ class SplitTree:
             found = getattr(found, part, None)
         return found is self._lists[name]
 
-    def moved(self) -> str:
-        """A weight that other code has moved from its card, as model.to does, and where it is; "" for none. ComfyUI
-        itself leaves elsewhere what a layer casts when it is called."""
-        for device, parts in self.executor.parts.items():
-            for name, module in ((f"{part}.{of}", each) for part, p in parts.items() for of, each in p.named_modules()):
-                for weight in module._parameters.values() if not getattr(module, "comfy_cast_weights", False) else ():
-                    if weight is not None and weight.device != device:
-                        return f"{name.rstrip('.')} is on {weight.device} and not on {device}"
-        return ""
-
     # ---- the forward
 
     def attach(self, owner: Any) -> None:
@@ -276,8 +251,8 @@ class SplitTree:
     def step(self) -> Iterator[None]:
         """Forwards inside, in whatever threads, stand outside ComfyUI's compiler and leave nothing behind."""
         with outside(self.plan.devices):
-            self._is_step = True
             try:
+                self._is_step = True
                 yield
             finally:
                 self._is_step = False
@@ -289,23 +264,15 @@ class SplitTree:
         if held := self._held.__dict__.pop("stay", None):
             held.__exit__(None, None, None)
 
-    @property
-    def unseen(self) -> tuple[str, ...]:
-        """What other nodes attached inside the model, where it runs unseen."""
-        return tuple(text for _, text in self._look_inside())
-
-    def unseen_in_blocks(self) -> tuple[str, ...]:
-        """The part of it that is in blocks, or may be."""
-        blocks = tuple(f"{name}." for name in self.plan.blocks)
-        return tuple(text for name, text in self._look_inside() if not name or f"{name}.".startswith(blocks))
+    def unseen(self, *, in_blocks: bool = False) -> tuple[str, ...]:
+        """What other nodes attached inside the model, where it runs unseen; or the part that is or may be in blocks."""
+        if self._unseen is None and (patcher := self.patcher()) is not None:
+            self._unseen = list(unseen_attachments(patcher, self.diffusion_model, self.own_hooks))
+        places = tuple(f"{name}." for name in self.plan.blocks) if in_blocks else ("",)
+        return tuple(text for name, text in self._unseen or () if not name or f"{name}.".startswith(places))
 
     def look_again(self) -> None:
         self._unseen = None
-
-    def _look_inside(self) -> list[tuple[str, str]]:
-        if self._unseen is None and (patcher := self.patcher()) is not None:
-            self._unseen = list(unseen_attachments(patcher, self.diffusion_model, self.own_hooks))
-        return self._unseen or []
 
     @property
     def own_hooks(self) -> set[int]:
@@ -329,7 +296,7 @@ class SplitTree:
             self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
         is_plain = bool(between) or self.is_plain
         self.bridge.transport = "relay" if is_plain else self.plan.transport
-        is_watched = is_plain or self.unseen or self.plan.layout.is_watched
+        is_watched = is_plain or self.unseen() or self.plan.layout.is_watched
         self.bridge.runs_alone = not is_watched and not seen_attachments(options)
         if not self._is_proven:
             if self._calls is not None:
@@ -340,10 +307,8 @@ class SplitTree:
             stay.__enter__()
             self._held.stay = stay
         kwargs = dict(kwargs)
-        if isinstance(kwargs.get("control"), dict):
-            kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
-        if isinstance(kwargs.get("transformer_options"), dict):
-            kwargs["transformer_options"] = self.executor.guard(self, kwargs["transformer_options"])
+        changes = ("control", partial(wrap_control, self.bridge)), (OPTIONS, partial(self.executor.guard, self))
+        kwargs |= {name: change(kwargs[name]) for name, change in changes if isinstance(kwargs.get(name), dict)}
         return self.bridge.move((args, kwargs), self.plan.main_device)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

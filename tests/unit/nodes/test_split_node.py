@@ -69,13 +69,13 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory_limit_gb": "20"}, r"20.0\]: give one for each of lazy:0, lazy:1"),
+        ({"memory_limit_gb": "20"}, r"20.0\]: give one above 0 for each of lazy:0, lazy:1"),
         ({"devices": "lazy:1"}, "two or more different devices; asked for lazy:1"),
         ({"devices": "lazy:0,cpu"}, "leave out cpu"), ({"memory_limit_gb": "20, 0"}, "above 0"),
-        ({"balance": "manual"}, "balance manual needs split_at"), ({"memory_limit_gb": "much, more"}, "'much'"),
+        ({"balance": "manual"}, "balance manual with way auto needs split_at"), ({"memory_limit_gb": "much, more"}, "'much'"),
         ({"shares": "3:5"}, "shares .* way is auto"), ({"shares": "3:5", "way": "blocks"}, "shares .* way is blocks"),
-        ({"shares": "3:5:1", "way": "tokens"}, "shares 3:5:1: give one for each of lazy:0, lazy:1"),
-        ({"shares": "3:0", "way": "tokens"}, "shares 3:0: every share must be above 0"),
+        ({"shares": "3:5:1", "way": "tokens"}, "shares 3:5:1: give one above 0 for each of lazy:0, lazy:1"),
+        ({"shares": "3:0", "way": "tokens"}, "shares 3:0: give one above 0"),
         ({"shares": "nan:1", "way": "tokens"}, "shares nan:1"),
         ({"shares": "3:fast", "way": "tokens"}, "shares: 'fast'"),
         ({"balance": "manual", "way": "tokens"}, "needs shares"),
