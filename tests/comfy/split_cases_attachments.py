@@ -409,7 +409,7 @@ def attention_that_brings_tensors(case: Case) -> None:
 def a_model_that_other_code_moves(case: Case) -> None:
     """Between two steps, to one of its cards and to host memory."""
     host = case.host
-    for place, name in ((HOME, "double_blocks.1"), (CPU, "double_blocks.0")):
+    for place in (HOME, CPU):
         divided = split(host.load("flux1"), **_FIRST)
 
         def change(model: Any, device: torch.device, place: torch.device = place) -> None:
@@ -420,7 +420,7 @@ def a_model_that_other_code_moves(case: Case) -> None:
             model.set_model_unet_function_wrapper(wrapper)
 
         run = functools.partial(host.sample, _changed(divided, change, HOME), "flux1")
-        case.refused(f"to {place}", run, RuntimeError, "moved", f"{name}.", f"is on {place}", "load the MODEL anew")
+        case.refused(f"to {place}", run, RuntimeError, "two devices", "load the MODEL anew")
         host.unload_all()
 
 

@@ -139,7 +139,7 @@ def limits_refused_before_loading(case: Case) -> None:
     limits = {"memory_limit_gb": (0.001, 0.002), "offload": False}
     case.refused("limits below the weights", lambda: split(plain, **limits), ValueError, str(OTHER), "0.00")
     case.refused("a limit of zero", lambda: split(plain, memory_limit_gb=(0.0, 1.0)), ValueError, "0.0")
-    case.refused("one limit for two cards", lambda: split(plain, memory_limit_gb=(1.0,)), ValueError, "one for each of")
+    case.refused("one limit for two cards", lambda: split(plain, memory_limit_gb=(1.0,)), ValueError, "for each of")
     held = (live_bytes(HOME), live_bytes(OTHER), len(host.machine.cards.copies))
     case.check("nothing moved", held == (0, 0, 0), held)
 

@@ -149,19 +149,13 @@ def reasons_against_overlap(
     if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
         yield "a wrapper of another node counts on conditionings coming together"
     for name, value in transformer_options.items():
-        if name not in _KNOWN_ENTRIES and any(callable(part) for part in _nearby(value)):
+        code = (part for part in reachable(value) if callable(part) and not isinstance(part, type))
+        if name not in _KNOWN_ENTRIES and any(True for _ in code):
             yield f"transformer_options[{name!r}] of another node may keep state between blocks"
     if patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
         yield "a callback of another node counts them"
     entries = (entry for cond in conds for entry in cond or ())
     yield from (f"a conditioning has {name}" for entry in entries for name in _STATEFUL_ENTRIES if name in entry)
-
-
-def _nearby(value: Any) -> Iterator[Any]:
-    yield value
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    for item in items:
-        yield from _nearby(item)
 
 
 def foreign_attention(function: Any) -> str:

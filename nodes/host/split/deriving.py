@@ -195,7 +195,7 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
             name: [weight for _, each in members(model, name) for weight in each.parameters()] for name in cards.lists
         }
         sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in blocks.items()}
-        candidates = [kept] * (kept is not None) + derive([each.notes for each in proofs], cards.lists, sizes)
+        candidates = ([] if kept is None else [kept]) + derive([each.notes for each in proofs], cards.lists, sizes)
         if not candidates:
             why = "nothing that its blocks take and return has tokens that attention was seen to read"
             why = why if notes.keys else "no attention of its blocks was seen, so nobody can give it other cards' keys"

@@ -1,11 +1,8 @@
-"""ComfyUI's ModelPatcher for a model on several cards. Two classes are mixed into the patcher class of the given MODEL:
+"""ComfyUI's ModelPatcher for a model on several cards; compat.py lists what is overridden, as ComfyUI 0.33 has it.
 
-- SplitMixin: the main card's, which a user holds. While ComfyUI loads, unloads or measures, the tree shows the main
-  part alone; patches, hooks, callbacks and injections see the whole. Its `model_patches_models()` names the shards'
-  patchers, so that ComfyUI accounts, evicts and offloads each card's share on that card.
-- ShardMixin: of one further card. It shares the main patcher's patches, so a LoRA is applied where the weight lives.
-
-compat.py lists what is overridden, as ComfyUI 0.33 has it.
+Two classes are mixed into the patcher class of the given MODEL: SplitMixin of the main card's, which a user holds, and
+ShardMixin of each further one's, which ComfyUI accounts, evicts and offloads on that card. While ComfyUI loads, unloads
+or measures, the tree shows the main part alone; patches, hooks, callbacks and injections see the whole.
 """
 
 from __future__ import annotations
@@ -103,8 +100,7 @@ class _CardPatcher(_Patcher):
         tree = self._tree
         tree.executor.check_possible(_CHANGING)
         weight = get_attr(self.model, key)
-        is_shared = tree.executor.has_copies or tree.executor.origin_on(self.load_device, tree.origin) is not None
-        if is_shared and weight.device == self.offload_device and key not in self.hook_backup:
+        if weight.device == self.offload_device and key not in self.hook_backup:
             for owner in (self,) if tree.executor.has_copies else (self, *self.companions):
                 if key in owner.pinned:  # else the old storage would stay registered with the driver
                     owner.unpin_weight(key)
@@ -133,9 +129,9 @@ class _CardPatcher(_Patcher):
             return
         self.unpin_all_weights()
         for name, parameter in list(self.model.named_parameters()):
-            if parameter.device == device and type(parameter.data) not in (torch.Tensor, QuantizedTensor):
-                continue  # in place; one of these in host memory may be a copy
-            original = None if name in self.backup else original_of(origin, name, parameter, device)
+            # One of the two types in host memory may be a copy; another is in place there.
+            is_copy = parameter.device != device or type(parameter.data) in (torch.Tensor, QuantizedTensor)
+            original = original_of(origin, name, parameter, device) if is_copy and name not in self.backup else None
             if original is not None:
                 set_attr_param(self.model, name, original)
 
@@ -148,11 +144,10 @@ class ShardMixin(_CardPatcher):
     def follow(self, main: SplitMixin) -> None:
         """Take over what the main patcher does to the weights. Keys of other cards do no harm."""
         self._main = weakref.ref(main)
-        self.clone_base_uuid = main.clone_base_uuid  # who unloads a model and its clones means its shards too
+        # Who unloads a model and its clones means its shards, too.
+        for name in ("clone_base_uuid", "patches_uuid", "weight_wrapper_patches", "force_cast_weights"):
+            setattr(self, name, getattr(main, name))
         self.patches = self._tree.executor.patches_on(self.load_device, main.patches, main.patches_uuid)
-        self.patches_uuid = main.patches_uuid
-        self.weight_wrapper_patches = main.weight_wrapper_patches
-        self.force_cast_weights = main.force_cast_weights
         self.object_patches = main.objects_on(self.load_device)
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,10 +211,8 @@ class SplitMixin(_CardPatcher):
 
     def clone(self, disable_dynamic: bool = False, model_override: Any = None, force_deepcopy: bool = False) -> Any:
         if force_deepcopy:
-            raise RuntimeError(
-                "this MODEL is split for sampling and cannot be trained by ComfyUI's own nodes; use 'Load Model for "
-                "Training Across GPUs' and 'Train LoRA', or train the unsplit MODEL"
-            )
+            instead = "'Load Model for Training Across GPUs' and 'Train LoRA', or train the unsplit MODEL"
+            raise RuntimeError(f"this MODEL is split, and ComfyUI's own nodes cannot train it; use {instead}")
         self.model_size()  # measured here: a pack's clone() may measure with its own class, which sees the whole
         n = super().clone(disable_dynamic=disable_dynamic, model_override=model_override)
         if n.model is self.model:
@@ -248,11 +241,9 @@ class SplitMixin(_CardPatcher):
         found = super().get_key_patches(filter_prefix)
         backups = {key: each for companion in self.companions for key, each in companion.backup.items()}
         for key, patches in found.items():
-            original = self._tree.executor.whole_weight(key)
-            if original is None and key in backups and key not in self.hook_backup:
-                original = backups[key].weight
-            if original is not None:
-                patches[0] = (original, patches[0][1])
+            kept = backups[key].weight if key in backups and key not in self.hook_backup else patches[0][0]
+            whole = self._tree.executor.whole_weight(key)
+            patches[0] = (kept if whole is None else whole, patches[0][1])
         return found
 
     def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -327,11 +318,8 @@ class SplitMixin(_CardPatcher):
     def objects_on(self, device: torch.device) -> dict[str, Any]:
         """The object patches inside blocks of this card, and whole blocks but for compiled ones, whose names differ."""
         tree = self._tree
-        return {
-            key: value
-            for key, value in self.object_patches.items()
-            if tree.device_of(key) == device and not (tree.is_block(key) and is_compiled(value))
-        }
+        on = {key: value for key, value in self.object_patches.items() if tree.device_of(key) == device}
+        return {key: value for key, value in on.items() if not (tree.is_block(key) and is_compiled(value))}
 
     def inject_model(self) -> None:
         with self._tree.whole():
@@ -405,17 +393,14 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
         make = _mixed(ShardMixin, unsplit)
         takes_disk = "fast_disk" in inspect.signature(make).parameters  # of ComfyUI after 0.33
         options = {"fast_disk": patcher.fast_disk} if takes_disk else {}
-        patcher.companions = tuple(
-            make(shard, device, patcher.offload_device, **options) for device, shard in tree.shards.items()
-        )
+        made = (make(shard, device, patcher.offload_device, **options) for device, shard in tree.shards.items())
+        patcher.companions = tuple(made)
         kept = {name: value for name, value in vars(patcher).items() if hasattr(unsplit, name)}  # by a pack's own class
         for companion in patcher.companions:
             companion.__dict__.update(kept, _tree=tree)
     else:
         patcher.companions = tuple(companion.clone() for companion in companions)
     patcher.size = 0
-    injection = PatcherInjection(
-        inject=lambda owner: owner._tree.attach(owner), eject=lambda owner: owner._tree.detach(owner)
-    )
+    injection = PatcherInjection(inject=lambda own: own._tree.attach(own), eject=lambda own: own._tree.detach(own))
     patcher.set_injections(KEY, [injection])
     return patcher

@@ -139,7 +139,7 @@ class SplitPlan:
         return self.devices[0]
 
     @property
-    def of_class(self) -> dict[str, tuple[str, ...]]:
+    def of_class(self) -> dict[str, Any]:
         """What a bridge has to know of the class."""
         return {"passed_by": self.layout.passed_by, "per_device": self.layout.per_device}
 

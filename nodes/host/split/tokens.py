@@ -63,7 +63,6 @@ from .tensor import addresses_on
 from .tree import Executor, SplitTree
 
 _log = logging.getLogger(__name__)
-_INSIDE = f"{ROOT}."
 # Modules of other code that are known: layers, whatever holds their weights.
 _KNOWN_LAYERS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.modules.conv._ConvNd)
 _KNOWN_MODULES = ("comfy.", "torch.", "einops.")
@@ -232,10 +231,9 @@ class TokensExecutor(Executor):
             return  # reason_against_parts has looked
         self._tree = weakref.ref(tree)
         if not self._take_method():
-            if self._plan.may_run_alone:  # which it does where that code is
-                return self._say_alone(tree, self._refused(f"the replaced {self._method} of the model"))
-            self._check_unchanged(tree)
-            raise self._refused(f"the replaced {self._method} of the model")
+            if not self._plan.may_run_alone:  # which it does where that code is
+                self._check_unchanged(tree)
+            self._go_alone(tree, self._refused(f"the replaced {self._method} of the model"))
 
     @staticmethod
     def _refused(found: str) -> RowsError:
@@ -246,10 +244,9 @@ class TokensExecutor(Executor):
 
     def _check_unchanged(self, tree: SplitTree) -> None:
         """Raises: RowsError that names what other code did to the main card's modules, which no copy has."""
-        patched = (
-            f"the object patch of {key}" for key in tree.patcher().object_patches if f"{key}.".startswith(_INSIDE)
-        )
-        found = next(itertools.chain(self._unchanged.changes(tree.own_hooks), self._added_to_weights(), patched), "")
+        patches = (key for key in tree.patcher().object_patches if f"{key}.".startswith(f"{ROOT}."))
+        changes = self._unchanged.changes(tree.own_hooks), self._added_to_weights()
+        found = next(itertools.chain(*changes, (f"the object patch of {key}" for key in patches)), "")
         if not (found or self._is_compared):
             found = next(self._other_numbers(tree.patcher()), "")
             self._is_compared = not found
@@ -265,10 +262,8 @@ class TokensExecutor(Executor):
                     yield f"a function of {code} on a weight"
 
     def _other_numbers(self, patcher: Any) -> Iterator[str]:
-        """Weights and buffers whose numbers before any LoRA are not another card's, by a hundred of their bytes.
-
-        Memory that both have in common is not read; it may be a file. ComfyUI keeps in its backup what a LoRA changed.
-        """
+        """Weights and buffers whose numbers before any LoRA (ComfyUI keeps a backup) are not another card's, by a
+        hundred of their bytes."""
         of_each = []
         for model, owner in zip(self._models, (patcher, *patcher.companions), strict=True):
             backup = {key: weight for key, (weight, _) in owner.hook_backup.items()}
@@ -304,9 +299,8 @@ class TokensExecutor(Executor):
                 self.prepare(tree, {})
                 self._check_unchanged(tree)
                 self._check_runnable({}, None)
-            except RowsError:
-                if not self._plan.may_run_alone:
-                    raise
+            except RowsError as error:
+                self._go_alone(tree, error)
                 return "the first card computes alone"
         return ""
 
@@ -328,9 +322,7 @@ class TokensExecutor(Executor):
                     self._attach(self._plan.tokens)
                     outputs += self._wholes.run([functools.partial(on_a_card, job) for job in jobs[:size]])
             except RowsError as error:  # of what a wrapper put there just now
-                if not self._plan.may_run_alone:
-                    raise
-                self._say_alone(tree, error)
+                self._go_alone(tree, error)
                 break
             jobs = jobs[size:]
         return outputs + [job() for job in jobs]
@@ -362,9 +354,7 @@ class TokensExecutor(Executor):
             except OneDeviceError as error:
                 tree.say_once(f"split: one card computes such a forward: {error}")
             except RowsError as error:
-                if not self._plan.may_run_alone:
-                    raise
-                self._say_alone(tree, error)
+                self._go_alone(tree, error)
             return own(*args, **kwargs)
 
     def _compute_by(self, own: Callable[..., Any], plan: TokenPlan, given: Mapping[str, Any]) -> Any:
@@ -392,8 +382,10 @@ class TokensExecutor(Executor):
         """By rank. own: the main card's."""
         return [own, *(getattr(model, self._method) for model in self._models[1:])]
 
-    @staticmethod
-    def _say_alone(tree: SplitTree, refusal: RowsError) -> None:
+    def _go_alone(self, tree: SplitTree, refusal: RowsError) -> None:
+        """Raises: the refusal, where a user named this way."""
+        if not self._plan.may_run_alone:
+            raise refusal
         tree.say_once(f"split: way auto took tokens, and now the first card computes alone: {refusal}")
 
     def _attach(self, plan: TokenPlan) -> TokenParallel:
@@ -418,9 +410,8 @@ class TokensExecutor(Executor):
         if isinstance(moved.get(OPTIONS), dict):
             moved[OPTIONS] = dict(moved[OPTIONS])
         if isinstance(control := given.get("control"), dict):
-            moved["control"] = {
-                name: [each if each is None else move(each) for each in of] for name, of in control.items()
-            }
+            residuals = {name: [each if each is None else move(each) for each in of] for name, of in control.items()}
+            moved["control"] = residuals
         return moved
 
     def _run(self, rank: int, rows: TokenParallel, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
