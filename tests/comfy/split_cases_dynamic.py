@@ -1,6 +1,5 @@
 """A split MODEL under DynamicVRAM, where layers ask for their weights while they compute."""
 
-
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor

@@ -181,62 +181,42 @@ def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, A
 
 def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
     """What compute() gives, after a comparison with the plainest way: the same bits, or within the `tolerance` of the
-    executor. A third computation shows whether something keeps state from call to call.
-
-    Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
-        for a class that was only read also if the plain way gives two things.
-    """
-    model, devices = tree.diffusion_model, [device for device in tree.plan.devices if device.type == "cuda"]
+    executor. Raises: RuntimeError that says what differs."""
+    model, bound = tree.diffusion_model, tree.executor.tolerance
 
     def remembered() -> dict[str, Any]:
         """What a forward of this class leaves on the model for the next one."""
         return {name: getattr(model, name) for name in tree.plan.layout.remembers if hasattr(model, name)}
 
-    def compute_plainly() -> list[torch.Tensor]:
-        for name, value in before.items():
+    def remember(values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
             setattr(model, name, value)
-        tree.is_plain = True
-        try:
-            with torch.random.fork_rng(devices):
-                return compute()
-        finally:
-            tree.is_plain = False
 
     before = remembered()
     found = compute()
     after = remembered()
     try:
-        expected = compute_plainly()
-        differences = _differences(tree, found, expected)
-        is_steady = not differences or not _differences(tree, expected, compute_plainly())
+        remember(before)
+        tree.is_plain = True
+        with torch.random.fork_rng([device for device in tree.plan.devices if device.type == "cuda"]):
+            differences = _differences(bound, found, compute())
     finally:
-        for name, value in after.items():
-            setattr(model, name, value)
-    if not differences:
-        bound = tree.executor.tolerance
-        same = f"the same within {bound:g} of a standard deviation" if bound else "the same bits"
-        _log.info("split: verified: the first step is %s %s", same, tree.executor.plain)
-        return found
-    attached = _names(tree, options)
-    if is_steady:
+        tree.is_plain = False
+        remember(after)
+    if differences:
         raise RuntimeError(
             f"verify: the split computed something else than the same step {tree.executor.plain}: "
-            f"{'; '.join(differences)}. Attached to this MODEL: {attached}. Take these out one by one, or set "
+            f"{'; '.join(differences)}. Attached to this MODEL: {_names(tree, options)}. What keeps state from call to "
+            f"call or draws random numbers cannot be verified. Take these out one by one, or set "
             f"{tree.executor.plainer}; please report the one that differs"
         )
-    unsteady = f"the same step computed twice differs, by state or random numbers; attached to this MODEL: {attached}"
-    if not tree.is_verified:
-        raise RuntimeError(
-            f"verify: {tree.plan.layout.class_name} was read, not run, and cannot be checked: {unsteady}. Take these "
-            "out for the first run, or use the MODEL without the split"
-        )
-    _log.warning("split: not verified: %s", unsteady)
+    same = f"the same within {bound:g} of a standard deviation" if bound else "the same bits"
+    _log.info("split: verified: the first step is %s %s", same, tree.executor.plain)
     return found
 
 
-def _differences(tree: SplitTree, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
-    """One line per conditioning that differs by more than the way may; NaN is the same as NaN."""
-    bound = tree.executor.tolerance
+def _differences(bound: float, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
+    """One line per conditioning that differs by more than so much of a standard deviation; NaN is the same as NaN."""
     return [
         f"conditioning {number} by up to {float((a.float() - b.float()).abs().max()):.3g} at a std of "
         f"{float(b.float().std()):.3g}"

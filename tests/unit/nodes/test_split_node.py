@@ -72,7 +72,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -
         ({"memory_limit_gb": "20"}, r"20.0\]: give one above 0 for each of lazy:0, lazy:1"),
         ({"devices": "lazy:1"}, "two or more different devices; asked for lazy:1"),
         ({"devices": "lazy:0,cpu"}, "leave out cpu"), ({"memory_limit_gb": "20, 0"}, "above 0"),
-        ({"balance": "manual"}, "balance manual with way auto needs split_at"), ({"memory_limit_gb": "much, more"}, "'much'"),
+        ({"balance": "manual"}, "manual with way auto needs split_at"), ({"memory_limit_gb": "much, more"}, "'much'"),
         ({"shares": "3:5"}, "shares .* way is auto"), ({"shares": "3:5", "way": "blocks"}, "shares .* way is blocks"),
         ({"shares": "3:5:1", "way": "tokens"}, "shares 3:5:1: give one above 0 for each of lazy:0, lazy:1"),
         ({"shares": "3:0", "way": "tokens"}, "shares 3:0: give one above 0"),
