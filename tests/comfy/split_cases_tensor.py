@@ -224,7 +224,9 @@ def tensor_refusals(case: Case) -> None:
     reference = host.reference(name)
     near(case, "without them", host.sample(divided, name), reference)
     case.refused("a class nobody described", lambda: tensor(host.load("sdxl")), ValueError, "UNetModel", "blocks")
-    case.refused("cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "split_at gives")
+    case.refused(
+        "cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "split_at [1] belongs"
+    )
 
 
 @case

@@ -89,45 +89,32 @@ def test_the_switches_return_when_the_last_of_several_threads_has_left(host, com
     assert host.switches() == [False, False]
 
 
-def test_a_user_who_switched_the_compiler_off_keeps_it_off(host: CompilingHost, compiler: ModuleType) -> None:
-    host.args.disable_comfy_compiler = True
-    with compiler.outside(), compiler.outside():
-        assert host.switches() == [True, True]
-    assert host.switches() == [True, False]
+def test_a_switch_that_was_off_or_is_put_back_meanwhile_stays_so(host: CompilingHost, compiler: ModuleType) -> None:
+    for is_put_back in (False, True):
+        host.args.disable_comfy_compiler = True  # by the user, or by a pack whose own forward is running
+        with compiler.outside(), compiler.outside():
+            assert host.switches() == [True, True]
+            host.args.disable_comfy_compiler = not is_put_back
+        assert host.switches() == [not is_put_back, False]
 
 
-def test_a_switch_that_another_pack_has_put_back_meanwhile_stays_so(host: CompilingHost, compiler: ModuleType) -> None:
-    host.args.disable_comfy_compiler = True  # by a pack whose own forward is running
-    with compiler.outside():
-        host.args.disable_comfy_compiler = False  # it is over
-    assert host.switches() == [False, False]
-
-
-def test_a_stay_that_nobody_ends_is_over_when_it_is_dropped(host, compiler):
+def test_an_interrupt_or_a_stay_that_is_dropped_brings_the_switches_back(host, compiler):
     stay = compiler.outside([HOME, OTHER])
     stay.__enter__()
     assert host.switches() == [True, True]
     del stay
     assert host.switches() == [False, False]
-
-
-def test_an_interrupt_brings_the_switches_back(host: CompilingHost, compiler: ModuleType) -> None:
     with pytest.raises(KeyboardInterrupt), compiler.outside():
         raise KeyboardInterrupt
     assert host.switches() == [False, False]
 
 
-def test_an_old_host_gets_no_switches(compiler: ModuleType, args: SimpleNamespace) -> None:
+@pytest.mark.parametrize("switches", [{}, {"disable_cuda_graphs": False}])
+def test_a_host_has_those_switches_set_that_it_knows(compiler, args, switches):
+    vars(args).update(switches)
     with compiler.outside([HOME, OTHER]):
-        assert vars(args) == {"cpu": True}
-    assert vars(args) == {"cpu": True}
-
-
-def test_a_host_with_block_graphs_alone_has_those_switched_off(compiler: ModuleType, args: SimpleNamespace) -> None:
-    args.disable_cuda_graphs = False
-    with compiler.outside([HOME, OTHER]):
-        assert args.disable_cuda_graphs
-    assert vars(args) == {"cpu": True, "disable_cuda_graphs": False}
+        assert vars(args) == {"cpu": True, **dict.fromkeys(switches, True)}
+    assert vars(args) == {"cpu": True, **switches}
 
 
 def test_a_graph_that_is_active_is_ended_by_the_hosts_own_way(host: CompilingHost, compiler: ModuleType) -> None:
@@ -149,27 +136,20 @@ def test_another_threads_graph_stays_active(host: CompilingHost, compiler: Modul
     assert host.graphs[0].is_active
 
 
-@pytest.mark.parametrize("text", [ERROR, f"{ERROR}: could not start recording"])
-def test_an_error_of_an_allocation_graph_names_the_launch_flag(compiler: ModuleType, text: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"{text}.*--disable-comfy-compiler") as caught, compiler.outside():
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [(ERROR, "compiler"), (f"{ERROR}: could not start", "compiler"), (f"{CAPTURING}\nCUDA kernel", "cuda-graphs")],
+)
+def test_an_error_of_the_compiler_names_the_launch_flag(compiler: ModuleType, text: str, flag: str) -> None:
+    named, outer, inner = text.partition("\n")[0], compiler.outside(), compiler.outside(about="this VAE")
+    with pytest.raises(RuntimeError, match=f"{named}.*--disable-.*{flag}") as caught, outer, inner:
         raise RuntimeError(text)
-    assert "\n" not in str(caught.value)
+    said = str(caught.value)
+    assert "\n" not in said and said.count("--disable-") == 1 and "go with this VAE: " in said
     assert str(caught.value.__cause__) == text
-
-
-def test_an_error_of_a_capture_names_its_launch_flag(compiler: ModuleType) -> None:
-    text = "CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might be ..."
-    with pytest.raises(RuntimeError, match="capturing.*--disable-cuda-graphs") as caught, compiler.outside():
-        raise RuntimeError(text)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_error_is_explained_once_and_says_what_ran(compiler: ModuleType) -> None:
-    text = "CUDA error: operation not permitted when stream is capturing"
-    with pytest.raises(RuntimeError) as caught, compiler.outside(), compiler.outside(about="this VAE"):
-        raise RuntimeError(text)
-    assert str(caught.value).startswith("ComfyUI's own compiler does not go with this VAE: it fails with 'CUDA")
-    assert str(caught.value).count("--disable-cuda-graphs") == 1
 
 
 def test_other_errors_pass(compiler: ModuleType) -> None:
@@ -177,16 +157,14 @@ def test_other_errors_pass(compiler: ModuleType) -> None:
         raise RuntimeError("out of memory")
 
 
-def test_a_host_that_records_although_it_is_switched_off_is_refused(host, compiler, monkeypatch):
-    monkeypatch.setattr(host.module, "malloc_graph_enabled", lambda device: True)
-    with pytest.raises(RuntimeError, match=f"{OTHER}.*update the pack"), compiler.outside([OTHER]):
-        pass
+def test_a_host_that_records_although_it_is_switched_off_or_has_no_switch_is_refused(host, compiler, monkeypatch):
+    with monkeypatch.context() as patches:
+        patches.setattr(host.module, "malloc_graph_enabled", lambda device: True)
+        with pytest.raises(RuntimeError, match=f"{OTHER}.*update the pack"), compiler.outside([OTHER]):
+            pass
     assert host.switches() == [False, False]
-
-
-def test_a_host_that_records_and_has_no_switch_is_refused(host, compiler, monkeypatch):
-    monkeypatch.delattr(host.module, "malloc_graph_enabled")
-    monkeypatch.delattr(host.args, "disable_comfy_compiler")
-    with pytest.raises(RuntimeError, match="update the pack"), compiler.outside([HOME]):
-        pass
-    host.args.disable_comfy_compiler = False  # for the fixture
+    with monkeypatch.context() as patches:
+        patches.delattr(host.module, "malloc_graph_enabled")
+        patches.delattr(host.args, "disable_comfy_compiler")
+        with pytest.raises(RuntimeError, match="update the pack"), compiler.outside([HOME]):
+            pass

@@ -84,11 +84,11 @@ def test_a_move_or_a_patch_of_one_tree_is_not_seen_by_the_other(model_copy: Modu
 
 
 def test_references_inside_the_model_lead_inside_the_copy(model_copy: ModuleType, model: Model) -> None:
+    model.blocks[1].forward = functools.partial(lambda layer, x: layer.linear(x), model.blocks[1])
     copied, _ = _copy(model_copy, model)
-    assert copied.first is copied.blocks[0]
-    assert copied.act.__self__ is copied.blocks[1]
-    assert copied.sizes == [1, 2, 3]
-    assert copied.sizes is not model.sizes
+    assert copied.first is copied.blocks[0] and copied.act.__self__ is copied.blocks[1]
+    assert copied.blocks[1].forward.args == (copied.blocks[1],)
+    assert copied.sizes == [1, 2, 3] and copied.sizes is not model.sizes
     assert copied.model_config is model.model_config
 
 
@@ -100,14 +100,10 @@ def test_load_state_stays_behind(model_copy: ModuleType, model: Model) -> None:
     model.blocks[0]._comfy_graph = {"graph": threading.Lock()}  # as a CUDA graph, it cannot be copied
     model.blocks[1].weight_function = ["a patch"]
     copied, _ = _copy(model_copy, model)
-    assert not hasattr(copied.blocks[0], "_v")
-    assert not hasattr(copied.blocks[0], "comfy_patched_weights")
-    assert not hasattr(copied, "model_loaded_weight_memory")
-    assert not hasattr(copied, "_comfy_malloc_graph")
-    assert not hasattr(copied.blocks[0], "_comfy_graph")
+    assert not {"_v", "comfy_patched_weights", "_comfy_graph"} & vars(copied.blocks[0]).keys()
+    assert not {"model_loaded_weight_memory", "_comfy_malloc_graph"} & vars(copied).keys()
     assert copied.current_patcher is None
-    assert copied.blocks[1].weight_function == []
-    assert model.blocks[1].weight_function == ["a patch"]
+    assert (copied.blocks[1].weight_function, model.blocks[1].weight_function) == ([], ["a patch"])
 
 
 def test_what_cannot_be_copied_is_named(model_copy: ModuleType, model: Model) -> None:
@@ -116,21 +112,15 @@ def test_what_cannot_be_copied_is_named(model_copy: ModuleType, model: Model) ->
         _copy(model_copy, model)
 
 
-def test_bound_methods_and_modules_follow_to_the_copy(model_copy: ModuleType, model: Model) -> None:
+def test_bound_methods_and_modules_follow_to_the_copy_and_what_is_around_an_old_layer_is_refused(model_copy, model):
     copied, copies = _copy(model_copy, model)
-    method = model_copy.follow_copy(model.blocks[1].scaled, copies, copies, "a patch")
-    assert method.__self__ is copied.blocks[1]
-    assert model_copy.follow_copy(model.blocks[2], copies, copies, "a patch") is copied.blocks[2]
-    foreign = types.MethodType(Layer.scaled, Layer())
-    assert model_copy.follow_copy(foreign, copies, copies, "a patch") is foreign
-
-
-def test_a_module_around_an_old_layer_is_refused(model_copy: ModuleType, model: Model) -> None:
-    _, copies = _copy(model_copy, model)
+    followed = lambda value: model_copy.follow_copy(value, copies, copies, "a patch")  # noqa: E731
+    assert followed(model.blocks[1].scaled).__self__ is copied.blocks[1]
+    assert followed(model.blocks[2]) is copied.blocks[2]
+    for foreign in (types.MethodType(Layer.scaled, Layer()), nn.Sequential(Layer())):
+        assert followed(foreign) is foreign
     with pytest.raises(ValueError, match=r"a patch was applied .*\(Layer layer\)"):
-        model_copy.follow_copy(nn.Sequential(model.blocks[0]), copies, copies, "a patch")
-    around = nn.Sequential(Layer())
-    assert model_copy.follow_copy(around, copies, copies, "a patch") is around
+        followed(nn.Sequential(model.blocks[0]))
 
 
 def _closure(layer: nn.Module) -> Any:
@@ -186,10 +176,9 @@ def test_an_origin_is_used_only_where_it_is_the_same_kind_of_tensor(model_copy: 
     weight = torch.ones(3)
     original, cpu = functools.partial(model_copy.original_of, {"a": weight}.get), torch.device("cpu")
     assert original("a", torch.zeros(3), cpu).data_ptr() == weight.data_ptr()
-    assert original("b", torch.zeros(3), cpu) is None
-    assert original("a", torch.zeros(4), cpu) is None
-    assert original("a", torch.zeros(3, dtype=torch.float16), cpu) is None
-    assert original("a", torch.zeros(3), torch.device("meta")) is None
+    of_another_type, meta = torch.zeros(3, dtype=torch.float16), torch.device("meta")
+    others = ("b", torch.zeros(3), cpu), ("a", torch.zeros(4), cpu), ("a", of_another_type, cpu)
+    assert not any(original(*each) is not None for each in (*others, ("a", torch.zeros(3), meta)))
 
 
 class Packed(torch.Tensor):
@@ -227,12 +216,6 @@ def test_an_own_copy_of_a_weight_that_gives_itself_back_has_its_own_storage(mode
         assert vars(own) == vars(weight)
         own.zero_()
         assert weight.tolist() == [0, 1, 2, 3]
-
-
-def test_a_partial_stored_on_a_layer_follows_it(model_copy: ModuleType, model: Model) -> None:
-    model.blocks[1].forward = functools.partial(lambda layer, x: layer.linear(x), model.blocks[1])
-    copied, _ = _copy(model_copy, model)
-    assert copied.blocks[1].forward.args == (copied.blocks[1],)
 
 
 def test_an_object_that_answers_to_nothing_is_passed_by(model_copy: ModuleType, model: Model) -> None:

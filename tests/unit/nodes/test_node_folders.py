@@ -194,9 +194,18 @@ def test_nobody_looks_deeper_than_a_sub_folder(nodes: ModuleType, host: comfy_st
     assert [name for name, _, _ in state] == ["a.png", "a.txt", "one/1.png"]
 
 
-def test_cancel_ends_the_look_through_a_folder(nodes, host, monkeypatch):
-    """Pressed while images are read: none but the first of 50 is inspected after it."""
-    folder = _image_folder(host.root / "input" / "dogs")
+@pytest.fixture
+def read_dogs(nodes: ModuleType, host: comfy_stub.FakeHost) -> Callable[[str], Any]:
+    """The dataset node on a folder with one image, at these resolutions."""
+    _image_folder(host.root / "input" / "dogs")
+    node = nodes.TrainingDatasetNode
+    settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
+    return lambda resolutions: node.execute(**{**settings, "folder": "dogs", "resolutions": resolutions})
+
+
+def test_cancel_ends_the_look_through_a_folder(read_dogs, host, monkeypatch):
+    """Pressed while images are read: none but the first of 50 is inspected after it. Or before."""
+    folder = host.root / "input" / "dogs"
     for number in range(50):
         (folder / f"{number}.png").write_bytes((folder / "a.png").read_bytes())
     inspected = []
@@ -209,28 +218,17 @@ def test_cancel_ends_the_look_through_a_folder(nodes, host, monkeypatch):
     ordinary = data._inspect
     monkeypatch.setattr(data, "_inspect", inspect)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    node = nodes.TrainingDatasetNode
-    settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
-    with pytest.raises(comfy_stub.InterruptProcessingException):
-        node.execute(**{**settings, "folder": "dogs", "resolutions": "64"})
-    assert len(inspected) < 50 and not host.is_interrupted
+    for most in (50, 1):
+        inspected.clear()
+        host.is_interrupted = most == 1
+        with pytest.raises(comfy_stub.InterruptProcessingException):
+            read_dogs("64")
+        assert len(inspected) < most and not host.is_interrupted
 
 
-def test_cancel_before_the_look_ends_it_as_well(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
-    _image_folder(host.root / "input" / "dogs")
-    host.is_interrupted = True
-    node = nodes.TrainingDatasetNode
-    settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
-    with pytest.raises(comfy_stub.InterruptProcessingException):
-        node.execute(**{**settings, "folder": "dogs", "resolutions": "64"})
-
-
-def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(nodes, host):
-    _image_folder(host.root / "input" / "dogs")
-    node = nodes.TrainingDatasetNode
-    settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
+def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(read_dogs):
     with pytest.raises(ValueError, match=r"resolutions.*99999999.*from 1 to 8192"):
-        node.execute(**{**settings, "folder": "dogs", "resolutions": "512, 99999999"})
+        read_dogs("512, 99999999")
 
 
 @pytest.fixture
@@ -325,12 +323,9 @@ def test_runs_lie_where_a_link_leads_if_nodes_may_write_there(folders, host, tmp
     assert folders.runs_folder() == found
 
 
-def test_what_is_gone_is_left_to_whoever_needs_it(folders, host, job):
+def test_a_job_that_may_import_is_a_job_of_the_command_line_and_a_lora_may_be_gone(folders, host, job):
     """A resumed run does not read the LoRA that it began with."""
     folders.refuse_job(job(lora={"start_from": str(host.root / "output" / "gone.safetensors")}))
-
-
-def test_a_job_that_may_import_is_a_job_of_the_command_line(folders: ModuleType, job: Callable[..., JobConfig]) -> None:
     with pytest.raises(ValueError, match=r"^optimizer\.allow_import"):
         folders.refuse_job(job(optimizer={"allow_import": True}))
 
