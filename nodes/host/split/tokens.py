@@ -314,7 +314,7 @@ class TokensExecutor(Executor):
             finally:
                 tree.end()  # whatever it left in its thread
 
-        whole = f"{size} conditionings or pictures at once, each whole on a card of its own"
+        whole = f"{size} conditionings or pictures at once, each on a card of its own, with all of its activations"
         tree.say_once(f"split: {whole}; overlap off computes each on all cards")
         while len(jobs) >= size:
             try:
