@@ -20,6 +20,7 @@ import folder_paths
 from PIL.Image import Image as Picture
 
 from ...config.job import STOCK_FILES, JobConfig, paths_of
+from ...config.ranges import check_path, parse_toml
 from ...runs.queue import MEMORY
 from ...system.files import Looked, go_on, links_below
 
@@ -344,8 +345,6 @@ def _allowed(what: str) -> list[str]:
     if not (file := settings_file()).exists():
         return []
     refuse_uploads_to(file)
-    from ...config.ranges import check_path, parse_toml
-
     try:
         values = parse_toml(file.read_bytes())
         listed = values.get("allowed_folders")
@@ -372,8 +371,6 @@ def _is_below(path: Path, folders: Iterable[str]) -> bool:
 
 
 def _expanded(name: str, what: str) -> Path:
-    from ...config.ranges import check_path
-
     try:
         return Path(check_path(name.strip())).expanduser()
     except (ValueError, RuntimeError) as error:  # the latter for a user whose home folder nobody knows

@@ -2,7 +2,6 @@
 
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from devicebridge.events import Event, EventLog
@@ -109,11 +108,3 @@ def test_cancel_while_a_picture_is_shown_is_seen_by_the_run(host: comfy_stub.Fak
     host.is_interrupted = True
     view.show_picture(tmp_path / "0.png", 1, 2)
     assert importlib.import_module("devicebridge.nodes.host").is_cancelled()
-
-
-@pytest.mark.parametrize(("trains", "prompts"), [(True, 0), (False, 1), (False, 0)])
-def test_cards_are_told_while_a_training_or_a_prompt_runs(trains, prompts, host):
-    page = importlib.import_module("devicebridge.nodes.host.page")
-    queue = SimpleNamespace(get_tasks_remaining=lambda: prompts)
-    found = page._has_work(SimpleNamespace(is_busy=trains), SimpleNamespace(prompt_queue=queue))
-    assert found is (trains or prompts > 0)
