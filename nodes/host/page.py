@@ -42,8 +42,8 @@ def add_page() -> None:
     """Add the routes to ComfyUI's server and start the thread; to be called before the server starts."""
     from server import PromptServer
 
-    queue = background_queue()
-    api = Api(queue.store, queue, Host(_loras, describe_cards, _free, own_datasets, own_dataset, cards_of, _names))
+    queue, loras = background_queue(), lambda: Path(folder_paths.get_folder_paths("loras")[0])
+    api = Api(queue.store, queue, Host(loras, describe_cards, _free, own_datasets, own_dataset, cards_of, _names))
     if any((left := runs_folder() / ".jobs").glob("*.json")):  # where browsers can write
         _log.warning("the jobs in %s, a queue of an earlier version, are not started; queue them again", left)
 
@@ -155,10 +155,6 @@ def _tell(news: News) -> None:
 
 
 # ---- ComfyUI's cards and folders
-
-
-def _loras() -> Path:
-    return Path(folder_paths.get_folder_paths("loras")[0])
 
 
 def _names() -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,10 +199,16 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
         remember(before)
         tree.is_plain = True
         with torch.random.fork_rng([device for device in tree.plan.devices if device.type == "cuda"]):
-            differences = _differences(bound, found, compute())
+            pairs = enumerate(zip(found, compute(), strict=True))
     finally:
         tree.is_plain = False
         remember(after)
+    differences = [
+        f"conditioning {number} by up to {float((a.float() - b.float()).abs().max()):.3g} at a std of "
+        f"{float(b.float().std()):.3g}"
+        for number, (a, b) in pairs
+        if not bool((((a - b).abs() <= bound * b.float().std()) | (a == b) | (a.isnan() & b.isnan())).all())
+    ]
     if differences:
         raise RuntimeError(
             f"verify: the split computed something else than the same step {tree.executor.plain}: "
@@ -213,16 +219,6 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
     same = f"the same within {bound:g} of a standard deviation" if bound else "the same bits"
     _log.info("split: verified: the first step is %s %s", same, tree.executor.plain)
     return found
-
-
-def _differences(bound: float, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
-    """One line per conditioning that differs by more than so much of a standard deviation; NaN is the same as NaN."""
-    return [
-        f"conditioning {number} by up to {float((a.float() - b.float()).abs().max()):.3g} at a std of "
-        f"{float(b.float().std()):.3g}"
-        for number, (a, b) in enumerate(zip(found, expected, strict=True))
-        if not bool((((a - b).abs() <= bound * b.float().std()) | (a == b) | (a.isnan() & b.isnan())).all())
-    ]
 
 
 def _names(tree: SplitTree, options: Mapping[str, Any]) -> str:
