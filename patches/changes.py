@@ -169,11 +169,8 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _content(value: Any, known: dict[int, Any]) -> Any:
-    """What can be compared later of what a value holds; modules, types and functions by identity.
-
-    Args:
-        known: what was looked at before, in the same look, by id.
-    """
+    """What can be compared later of what a value holds; modules, types and functions by identity. Args: known: what was
+    looked at before, in the same look, by id."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value

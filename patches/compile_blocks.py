@@ -198,11 +198,8 @@ def _is_of_others(cls: type) -> bool:
 def compile_if_possible(
     model: nn.Module, family: ModelFamily, devices: Sequence[torch.device], num_shapes: int
 ) -> CompiledBlocks | None:
-    """apply_compile, or None and one line in the log that says why not.
-
-    Args:
-        num_shapes: different shapes of batches to come; 0 if nobody can tell.
-    """
+    """apply_compile, or None and one line in the log that says why not. Args: num_shapes: different shapes of batches
+    to come; 0 if nobody can tell."""
     is_dynamic = num_shapes != 1
     # How many blocks of one class, which share torch's limit of graphs, need graphs of their own, at most: those whose
     # weights have other shapes, and of UNets those that look where they are.

@@ -99,11 +99,8 @@ class Collective:
         return [found[0] for found in self.take(rank, name, (tensor,))]
 
     def post(self, rank: int, name: str, tensors: Tensors, only: int | None = None, *, as_one: bool = False) -> None:
-        """Send tensors, which must not be changed, to the other ranks, or to one, in one message of several.
-
-        Args:
-            as_one: join their bytes. Each copy takes the host's time, and through host memory that of a piece.
-        """
+        """Send tensors, which must not be changed, to the other ranks, or to one, in one message of several. Args:
+        as_one: join their bytes. Each copy takes the host's time, and through host memory that of a piece."""
         forms = [(each.shape, each.dtype) for each in tensors] if as_one else ()
         if as_one:
             ordered = [tensors[index] for index in _by_alignment(forms)]

@@ -130,11 +130,8 @@ def dealt(num_microbatches: int, num_replicas: int) -> list[range]:
 def copy_model(
     model: nn.Module, device: torch.device, is_shared: Callable[[torch.Tensor], bool] = lambda tensor: False
 ) -> nn.Module:
-    """The same model, which has no hooks yet, on another device, bit for bit: no file is read again.
-
-    Args:
-        is_shared: of a tensor in host memory, whether both have it.
-    """
+    """The same model, which has no hooks yet, on another device, bit for bit: no file is read again. Args: is_shared:
+    of a tensor in host memory, whether both have it."""
     memo: dict[int, Any] = {}
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):

@@ -19,12 +19,9 @@ _MOST = 48  # candidates; those further down never held where all were tried
 
 
 def derive(forwards: Sequence[Notes], lists: Sequence[str], weights: dict[str, int]) -> list[TokenPlan]:
-    """Candidates, the likeliest first; [] where blocks have no axis that changes with the size.
-
-    Args:
-        forwards: at least two, of several sizes: the first one's, a wider picture, a longer text, more frames.
-        lists: of blocks. weights: bytes of each.
-    """
+    """Candidates, the likeliest first; [] where blocks have no axis that changes with the size. Args: forwards: at
+    least two, of several sizes: the first one's, a wider picture, a longer text, more frames. lists: of blocks.
+    weights: bytes of each."""
     called = [name for name in forwards[0].calls if name in lists]
     total, found = sum(weights[name] for name in called), list[TokenPlan]()
     for first in range(len(called)):

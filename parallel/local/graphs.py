@@ -147,12 +147,9 @@ class Graphs:
         beside: Any = None,
         launch: Run | None = None,
     ) -> Sequence[Any]:
-        """What each card's part of a block returns: replayed, or computed, and then perhaps recorded.
-
-        Args:
-            blocks: each card's part of the block, by rank. calls: of each. parts: how each is called. beside: what else
-                a call depends on. launch: runs what is not recorded, if otherwise, so that replays pay always.
-        """
+        """What each card's part of a block returns: replayed, or computed, and then perhaps recorded. Args: blocks:
+        each card's part of the block, by rank. calls: of each. parts: how each is called. beside: what else a call
+        depends on. launch: runs what is not recorded, if otherwise, so that replays pay always."""
         block, given = blocks[0], [tensors_reached(_arguments_of(call)) for call in calls]
         work = [partial(part, *args, **kwargs) for part, (args, kwargs) in zip(parts, calls, strict=True)]
         compute, waiting = partial(launch or run, work), list[str]()

@@ -59,12 +59,8 @@ class Heads(NamedTuple):
 
 
 def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Heads | None:
-    """Where an attention that is called as ComfyUI's are has its heads; None where that is not clear.
-
-    Args:
-        tensors: queries, keys, values.
-        args, kwargs: what it is called with behind these.
-    """
+    """Where an attention that is called as ComfyUI's are has its heads; None where that is not clear. Args: tensors:
+    queries, keys, values. args, kwargs: what it is called with behind these."""
 
     def read(
         heads: Any = None,
@@ -173,11 +169,8 @@ class Gathered:
         kwargs: Mapping[str, Any],
         on_keys: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """What func(q, keys, values, *args, **kwargs) returns, computed by each group of heads when it has come.
-
-        Args:
-            on_keys: is called with the keys of all heads.
-        """
+        """What func(q, keys, values, *args, **kwargs) returns, computed by each group of heads when it has come. Args:
+        on_keys: is called with the keys of all heads."""
         # A generator that has not ended holds this, which must not hold it: the keys would wait for the collector.
         heads, arriving, self._arriving = self._heads, self._arriving, ()
         if on_keys is not None:

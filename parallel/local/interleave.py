@@ -27,11 +27,8 @@ Trace = list[tuple[int, torch.device]]
 
 
 class Interleave:
-    """Runs forwards through a bridged model interleaved; one run at a time per bridge.
-
-    Args:
-        trace: takes (job, device) for each time a job arrives on a device or enters a block there, in order of issue.
-    """
+    """Runs forwards through a bridged model interleaved; one run at a time per bridge. Args: trace: takes (job, device)
+    for each time a job arrives on a device or enters a block there, in order of issue."""
 
     def __init__(self, bridge: Bridge, *, trace: Trace | None = None) -> None:
         self.bridge = bridge

@@ -21,13 +21,9 @@ Cut = Callable[[torch.Tensor, "Slice"], torch.Tensor]  # a weight and a slice of
 
 @dataclass(frozen=True)
 class BlockCollective:
-    """A module behind which the devices exchange something.
-
-    Args:
-        how: "all_gather" is along the features, "broadcast" takes the first device's output, and "norm" corrects that
-            of an RMS norm by the mean square of all.
-        width: the number of features of all devices: of an RMS norm, or of gathered outputs.
-    """
+    """A module behind which the devices exchange something. Args: how: "all_gather" is along the features, "broadcast"
+    takes the first device's output, and "norm" corrects that of an RMS norm by the mean square of all. width: the
+    number of features of all devices: of an RMS norm, or of gathered outputs."""
 
     name: str
     module: nn.Module

@@ -107,12 +107,9 @@ class ForwardWorkers:
 
 
 class TensorParallel(Bridge):
-    """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring.
-
-    Args:
-        shards: the main device's part of each block, in execution order -> those of the others, in their order.
-        passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
-    """
+    """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring. Args: shards:
+    the main device's part of each block, in execution order -> those of the others, in their order. passed_by,
+    per_device: as of Bridge; the other devices get a copy of a dict."""
 
     replays = True  # blocks as CUDA graphs, where `replay` was called
 

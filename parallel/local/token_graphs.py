@@ -17,12 +17,9 @@ from .graphs import Call, Graphs, Work
 
 
 class Replays(NamedTuple):
-    """How blocks of a forward are replayed.
-
-    Args:
-        beside: what else than their calls they depend on; compared with `==`, and hashed.
-        groups: of heads, in which keys and values travel there; 0 for as many as where blocks are launched.
-    """
+    """How blocks of a forward are replayed. Args: beside: what else than their calls they depend on; compared with
+    `==`, and hashed. groups: of heads, in which keys and values travel there; 0 for as many as where blocks are
+    launched."""
 
     graphs: Graphs
     beside: Any

@@ -32,12 +32,9 @@ T = TypeVar("T")
 
 
 class TokenModel(nn.Module):
-    """Copies of a model, one per device, called as one: the output is the first device's, and the same on all.
-
-    Args:
-        is_derived: whether nobody wrote the plan of the rows. Then the first sample of each size is also computed
-            whole, and compared: code may do something else where there are more rows.
-    """
+    """Copies of a model, one per device, called as one: the output is the first device's, and the same on all. Args:
+    is_derived: whether nobody wrote the plan of the rows. Then the first sample of each size is also computed whole,
+    and compared: code may do something else where there are more rows."""
 
     def __init__(
         self,

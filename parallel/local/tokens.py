@@ -64,12 +64,8 @@ HERE = _Here()
 
 
 class Rows:
-    """The rows of one rank in one forward.
-
-    Args:
-        shares: relative shares of the rows, by rank.
-        replays: how blocks are replayed; None where they are not.
-    """
+    """The rows of one rank in one forward. Args: shares: relative shares of the rows, by rank. replays: how blocks are
+    replayed; None where they are not."""
 
     def __init__(
         self, rank: int, plan: TokenPlan, shares: Sequence[float], group: Collective, replays: Replays | None = None
@@ -200,11 +196,7 @@ class Rows:
 
     def gather(self, tensor: torch.Tensor, place: Place, name: str, own: Sequence[str] = ()) -> torch.Tensor:
         """All rows of a tensor, in the order of one card; of segments in own, and of those that are whole, this rank's.
-
-        Args:
-            tensor: of this rank's rows along place.dim.
-            name: of the collective, the same on all ranks.
-        """
+        Args: tensor: of this rank's rows along place.dim. name: of the collective, the same on all ranks."""
         if not self.knows(place.axis):
             return tensor
         return all_rows(tensor, self._layout(place, own), self.group, f"{name} along {place.axis}")
@@ -283,13 +275,9 @@ class TokenParallel:
         return HERE.rows if HERE.parallel is self else None
 
     def run(self, calls: Sequence[Callable[[], Any]], replays: Replays | None = None) -> list[Any]:
-        """What the ranks' forwards return, each with all rows of the result.
-
-        Args:
-            calls: a forward for each rank, on its device.
-            replays: of their blocks, where nothing but the model's own code runs in them.
-        Raises: the first error of a rank, which ends the others; OneDeviceError where one device has to compute this.
-        """
+        """What the ranks' forwards return, each with all rows of the result. Args: calls: a forward for each rank, on
+        its device. replays: of their blocks, where nothing but the model's own code runs in them. Raises: the first
+        error of a rank, which ends the others; OneDeviceError where one device has to compute this."""
         assert self._send is not None, "the ranks are others' to run"
         workers = ForwardWorkers(self._pool, self._devices, self._send, self.exchange)
 
@@ -388,13 +376,10 @@ class TokenParallel:
     def attend(
         self, func: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Attention of this rank's queries to the keys of all ranks, by func.
-
-        Args:
-            q, k, v: [..., tokens, width], or as func takes them; of this rank's rows. A holder gives its own by `take`.
-            args, kwargs: as func takes them; masks are cut to this rank's queries.
-        Raises: RowsError for keys, or a mask, of another number of rows than the rank's.
-        """
+        """Attention of this rank's queries to the keys of all ranks, by func. Args: q, k, v: [..., tokens, width], or
+        as func takes them; of this rank's rows. A holder gives its own by `take`. args, kwargs: as func takes them;
+        masks are cut to this rank's queries. Raises: RowsError for keys, or a mask, of another number of rows than the
+        rank's."""
         here = self.rows
         if here is None:
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]

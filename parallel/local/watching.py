@@ -66,11 +66,8 @@ class Notes:
 
 
 class Watch:
-    """Notes a forward of a model. Its attention has to be led to `attend` and `override`; see TokenParallel.
-
-    Args:
-        lists: of blocks, by name.
-    """
+    """Notes a forward of a model. Its attention has to be led to `attend` and `override`; see TokenParallel. Args:
+    lists: of blocks, by name."""
 
     rows = None  # as of a TokenParallel outside of a forward by rows
     plan = TokenPlan({}, passes_options=False)
@@ -199,11 +196,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def apart(found: Any, expected: Any, tolerance: float = 0.0) -> float:
-    """How far two results are apart, as a share of what may be: above 1 they differ. NaN differs.
-
-    Args:
-        tolerance: of a standard deviation; 0 takes what the type of number allows.
-    """
+    """How far two results are apart, as a share of what may be: above 1 they differ. NaN differs. Args: tolerance: of a
+    standard deviation; 0 takes what the type of number allows."""
     pairs = tensors_reached(found), tensors_reached(expected)
     if [each.shape for each in pairs[0]] != [each.shape for each in pairs[1]]:
         return float("inf")

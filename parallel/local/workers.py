@@ -42,12 +42,8 @@ class Coordinator:
         self._changed = threading.Condition(threading.Lock())
 
     def run(self, workers: Sequence[Callable[[], None]], at_end: Callable[[int], None] = lambda index: None) -> None:
-        """Return when all workers have ended.
-
-        Args:
-            at_end: called in a worker's thread when it has ended or will not begin, and its error is known.
-        Raises: the first exception of a worker; RuntimeError if no thread can be had.
-        """
+        """Return when all workers have ended. Args: at_end: called in a worker's thread when it has ended or will not
+        begin, and its error is known. Raises: the first exception of a worker; RuntimeError if no thread can be had."""
         name = "devicebridge-worker-{}"
         tasks = [self._pool.task(name.format(at), self._carry, at, work, at_end) for at, work in enumerate(workers)]
         try:

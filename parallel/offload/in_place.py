@@ -32,12 +32,9 @@ _Kind = tuple[torch.dtype, int]  # of a saved tensor: type and number of dimensi
 
 @dataclass(frozen=True)
 class Writes:
-    """What one block writes into when it is called in one way.
-
-    Args:
-        arguments: which of the tensors it is called with, by number, it needs copies of.
-        saved: of every tensor that autograd saves meanwhile, in order: its kind, and whether it is written to later.
-    """
+    """What one block writes into when it is called in one way. Args: arguments: which of the tensors it is called with,
+    by number, it needs copies of. saved: of every tensor that autograd saves meanwhile, in order: its kind, and whether
+    it is written to later."""
 
     arguments: frozenset[int]
     saved: tuple[tuple[_Kind, bool], ...]
@@ -48,13 +45,9 @@ class Writes:
 
 
 class InPlaceGuard:
-    """Takes the place of a block's forward.
-
-    Args:
-        passed_by: names of arguments and dict keys that are handed on as they are.
-        has_out: whether the block names a tensor that an operation writes into (out=), which autograd refuses: the
-            result is copied into it.
-    """
+    """Takes the place of a block's forward. Args: passed_by: names of arguments and dict keys that are handed on as
+    they are. has_out: whether the block names a tensor that an operation writes into (out=), which autograd refuses:
+    the result is copied into it."""
 
     def __init__(self, block: nn.Module, passed_by: Sequence[str] = (), *, has_out: bool = False) -> None:
         self.block, self.passed_by, self.has_out = block, tuple(passed_by), has_out

@@ -21,11 +21,8 @@ from .group import Ranks
 
 
 class AcrossRanks:
-    """See Runner. Ranks may have to compute equally many microbatches (in_lockstep, FSDP).
-
-    Attributes:
-        rank_losses: of the last run, the mean loss of each rank's microbatches, by rank.
-    """
+    """See Runner. Ranks may have to compute equally many microbatches (in_lockstep, FSDP). Attributes: rank_losses: of
+    the last run, the mean loss of each rank's microbatches, by rank."""
 
     def __init__(
         self, inner: Runner, parameters: Sequence[nn.Parameter], ranks: Ranks, seed: int, *, in_lockstep: bool

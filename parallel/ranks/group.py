@@ -193,12 +193,8 @@ class Ranks:
     def distributed(
         self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool, is_long: bool = False
     ) -> list[list[float]]:
-        """compute(index) for so many indices, each by one rank; all ranks.
-
-        Args:
-            in_lockstep: whether each rank has to call compute equally often; what is left over is computed twice.
-            is_long: see Watch.doing.
-        """
+        """compute(index) for so many indices, each by one rank; all ranks. Args: in_lockstep: whether each rank has to
+        call compute equally often; what is left over is computed twice. is_long: see Watch.doing."""
         found: dict[int, list[float]] = {}
         if self._control is None:
             return [compute(index) for index in range(count)]

@@ -39,13 +39,9 @@ _META = torch.device("meta")
 def load_sharded(
     info: CheckpointInfo, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, settings: QuantizeSettings | None
 ) -> nn.Module:
-    """The transformer with this process's rows of every weight, frozen and in eval mode; all ranks.
-
-    Args:
-        mesh: its last dimension shares a copy of the weights.
-        settings: how linears are held; only those that compute in 8 bits.
-    Raises: ValueError if the file's tensors are not exactly the model's.
-    """
+    """The transformer with this process's rows of every weight, frozen and in eval mode; all ranks. Args: mesh: its
+    last dimension shares a copy of the weights. settings: how linears are held; only those that compute in 8 bits.
+    Raises: ValueError if the file's tensors are not exactly the model's."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     assert settings is None or settings.is_compute, "others are refused"

@@ -31,11 +31,8 @@ _LONGEST_S = 1800.0  # at least, for what nobody knows the length of
 
 class Watch:
     """Watches the thread that makes it. A rank may be silent for nine tenths of timeout_s, so that it is named. The
-    first rank, which saves, ends last.
-
-    Attributes:
-        lost: what is known of a rank that gives no sign of life; "" while all do. Who waits for it need not.
-    """
+    first rank, which saves, ends last. Attributes: lost: what is known of a rank that gives no sign of life; "" while
+    all do. Who waits for it need not."""
 
     def __init__(self, timeout_s: float, *, is_first: bool = False) -> None:
         on_progress(self.alive)
