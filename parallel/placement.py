@@ -125,8 +125,7 @@ def check_kept_blocks(kept_blocks: Sequence[int], placement: Placement) -> None:
     """Raises: ValueError for blocks that shall keep their activations and that the devices do not have."""
     check_one_each("split.blocks_without_checkpointing", kept_blocks, placement.used_devices)
     for device, count in zip(placement.used_devices, kept_blocks, strict=False):
-        there = placement.num_blocks_on(device)
-        if not 0 <= count <= there:
+        if not 0 <= count <= (there := placement.num_blocks_on(device)):
             raise ValueError(
                 f"split.blocks_without_checkpointing asks {count} blocks of {device} to keep their activations, "
                 f"it has {there}; give a number up to that, or leave the setting out"
@@ -187,10 +186,8 @@ def plan_placement(
     shares = [float(value or 1) for value in capacity[: len(used)]] or [1.0] * len(used)
     cuts = _best_cuts(list(block_cost), sizes, limits, float(main_cost), main_bytes, shares)
     if cuts is None:
-        limited = ", ".join(
-            f"{device} {'unlimited' if limit is None else f'{limit / 1e9:.2f} GB'}"
-            for device, limit in zip(used, limits, strict=True)
-        )
+        named = ("unlimited" if limit is None else f"{limit / 1e9:.2f} GB" for limit in limits)
+        limited = ", ".join(map(" ".join, zip(map(str, used), named, strict=True)))
         raise ValueError(
             f"the weights need {(sum(sizes) + main_bytes) / 1e9:.2f} GB in all and no cut fits the limits: {limited} "
             f"(embeddings and last layers take {main_bytes / 1e9:.2f} GB, always on {used[0]}; the largest block "

@@ -17,7 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,15 +55,6 @@ class Compiler:
         return torch.compile(forward, backend=self._out_of_place, **self._options)
 
 
-@runtime_checkable
-class Around(Protocol):
-    """Stands in the place of a block's forward and calls it."""
-
-    def compiled(self, compiler: Compiler) -> Forward:
-        """The same around the forward inside, compiled."""
-        ...
-
-
 class CompiledBlocks:
     """Handle of apply_compile."""
 
@@ -73,9 +64,9 @@ class CompiledBlocks:
         self._graphs_before = _count_graphs()
 
     def compile(self, block: nn.Module, compiler: Compiler) -> None:
-        """What stands in the place of a block's forward stays there, around what is compiled."""
-        own = block.forward
-        block.forward = own.compiled(compiler) if isinstance(own, Around) else compiler(own)
+        """What stands in the place of a block's forward (InPlaceGuard) stays there, around what is compiled."""
+        own: Any = block.forward
+        block.forward = own.compiled(compiler) if hasattr(own, "compiled") else compiler(own)
         self._own[block] = own
 
     @property
@@ -119,7 +110,7 @@ class CompiledBlocks:
         if self._own:
             _log.info("%d graphs were compiled", self.num_graphs)
         for block, own in self._own.items():
-            if isinstance(own, Around):
+            if hasattr(own, "compiled"):
                 block.forward = own
             else:
                 del block.__dict__["forward"]
@@ -186,7 +177,7 @@ def _called_blocks(model: nn.Module, family: ModelFamily) -> list[nn.Module]:
     lists = [model.get_submodule(each.name) for each in family.block_lists]
     if family.native is None:
         return [block for each in lists for block in each.children()]
-    found = [part for each in lists for part in each.modules() if isinstance(part.__dict__.get("forward"), Around)]
+    found = [part for each in lists for part in each.modules() if hasattr(part.__dict__.get("forward"), "compiled")]
     return [part for part in found if _is_of_others(type(part))]
 
 

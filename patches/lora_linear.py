@@ -9,13 +9,11 @@ LoRA, around a plain linear or a FrozenLinear8; x and a [M, R] are kept for the 
     backward   b = s g B;    gx = base's grad_input(g);  gx += b A;   gA = b^T x;   gB = g^T a
 
 LoKr (LyCORIS, arXiv 2309.14859) adds s kron(W1, W2) to a weight, where W2 may be W2a W2b of rank R. With x cut into
-rows X [in1, in2], kron(W1, W2) x is W1 X W2^T: two small products in place of a matrix [N, K], which PEFT makes anew
-for every call and keeps for the backward.
+rows X [in1, in2], two small products take the place of a matrix [N, K]:
 
     y = base(x) + s W1 X W2^T        W1 [out1, in1], W2 [out2, in2], N = out1 out2, K = in1 in2
 
-LoHa (LyCORIS) adds s (W1a W1b) * (W2a W2b), value by value. That matrix [N, K] is made in x's type, where PEFT makes
-it and the product in float32. Autograd keeps it and both of its factors for the backward, in a recomputed block.
+LoHa (LyCORIS) adds s (W1a W1b) * (W2a W2b), value by value, made in x's type.
 
 Both with a trained magnitude m [N] (DoRA, arXiv 2402.09353; of LoKr: DoKr), where D is what they add to a weight W:
 
@@ -26,9 +24,9 @@ OFT (arXiv 2306.07280) rotates a layer's outputs without its bias, in blocks of 
 
     y = base(x) + (base(x) - bias) (R - 1)        R = (1 + Q) (1 - Q)^-1, Q = oft_blocks - oft_blocks^T (Cayley)
 
-PEFT keeps its layers: names, state dict, adapters and merging are untouched. Each layer gets a subclass of its class.
-Its forward computes this way where PEFT would compute exactly that (one active adapter, no dropout, not merged, no
-autocast), and calls PEFT's otherwise. Why: docs/decisions/0005-eight-bit-linears.md.
+Each of PEFT's layers gets a subclass of its class, whose forward computes this way where PEFT would compute exactly
+that (one active adapter, no dropout, not merged, no autocast), and calls PEFT's otherwise. Why:
+docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations
@@ -166,9 +164,6 @@ def _fused_class(peft_class: type, compute: Callable[[Any, Tensor], Tensor | Non
     return Fused
 
 
-# ---- LoRA
-
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -240,9 +235,6 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_b = (g.t() @ low).to(b.dtype)
         return grad_x, grad_a, grad_b, None, None
-
-
-# ---- LoKr and LoHa
 
 
 def _only_adapter(layer: Any, x: Tensor, tucker: Any) -> str | None:

@@ -269,8 +269,7 @@ class Graphs:
         graph.outputs, work = likes, []
         for card, like, part, call, options in zip(graph.cards, likes, parts, calls, watched, strict=True):
             card.outputs = [*tensors_reached(like)]
-            left = iter(card.inputs)
-            args, named = map_tensors(_arguments_of(call), lambda _, left=left: next(left))  # type: ignore[misc]
+            args, named = _with(_arguments_of(call), card.inputs)
             named = {**named, OPTIONS: options} if OPTIONS in call[1] else named
             work.append(partial(card.compute, part, (args, named)))
         graph.replay = self._recording.record(run, work)
@@ -315,11 +314,8 @@ class Graphs:
             self._fill(card.inputs, tensors)
         graph.replay()
         self.num_replays += 1
-        outputs = [iter(self._taken(card, tensors)) for card, tensors in zip(graph.cards, given, strict=True)]
-        return [
-            map_tensors(tree, lambda _, left=left: next(left))  # type: ignore[misc]
-            for tree, left in zip(graph.outputs, outputs, strict=True)
-        ]
+        outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
+        return [_with(tree, found) for tree, found in zip(graph.outputs, outputs, strict=True)]
 
     def _fill(self, places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Copy these to where a graph reads them; those that blocks share are copied once in a forward."""
@@ -342,6 +338,12 @@ class Graphs:
 
     def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:
         self._held[id(place)] = source, version_of(source)
+
+
+def _with(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The tree with these in the place of its own tensors."""
+    left = iter(tensors)
+    return map_tensors(tree, lambda _: next(left))
 
 
 def watching_modes() -> int:
@@ -456,6 +458,7 @@ def _reads_alike(read: Mapping[Any, Any], options: Mapping[Any, Any]) -> bool:
 
 _REDUCTIONS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 _OF_PRODUCTS = ("allow_tf32", "fp32_precision", "allow_fp16_accumulation", *_REDUCTIONS)
+_KERNELS = tuple(f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "cudnn", "math"))
 
 
 def _switches() -> tuple[Any, ...]:
@@ -463,17 +466,12 @@ def _switches() -> tuple[Any, ...]:
 
     def switch(owner: Any, name: str) -> Any:
         try:  # None where this torch has no such switch, or does not tell it beside its newer one
-            return getattr(owner, name, None)
+            found = getattr(owner, name, None)
         except RuntimeError:
             return None
+        return found() if callable(found) else found
 
-    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
-    return (
-        *(switch(matmul, name) for name in _OF_PRODUCTS),
-        *(switch(cudnn, name) for name in ("allow_tf32", "fp32_precision")),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    owners = ((cuda.matmul, _OF_PRODUCTS), (cudnn, _OF_PRODUCTS[:2]), (cuda, _KERNELS))
+    found = (switch(owner, name) for owner, names in owners for name in names)
+    return (*found, torch.are_deterministic_algorithms_enabled())

@@ -80,13 +80,6 @@ class Watch:
         self._attentions: Counter[tuple[str, str]] = Counter()  # of that block
         self._since: list[tuple[str, Any]] = []  # modules called since the last block, with their first argument
         self._named: list[bool] = []  # whether attention that was called by name was handed transformer_options
-        try:
-            self._hook(model, lists)
-        except BaseException:
-            self._hooks.remove()
-            raise
-
-    def _hook(self, model: nn.Module, lists: Sequence[str]) -> None:
         inner: set[int] = set()
         for name in lists:
             for _, block in members(model, name):
