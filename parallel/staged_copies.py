@@ -23,14 +23,9 @@ from .transfer import Arrivals, CurrentStreams, Pair, SideStreams, module_with_s
 PIECE_BYTES = 2**23  # large enough that the copy takes longer than its launch, small enough that two of them overlap
 
 
-def pairs_through_host(devices: Sequence[torch.device]) -> frozenset[Pair]:
-    """Of these cards the pairs, source and target, that are known to have no access to each other's memory."""
-    return frozenset(pair for pair in permutations(dict.fromkeys(devices), 2) if has_peer_access(*pair) is False)
-
-
 def copies_between(devices: Sequence[torch.device]) -> SideStreams:
-    """How tensors travel between these cards; some pairs may have access, and others not."""
-    pairs = pairs_through_host(devices)
+    """How tensors travel between these cards: through the host where a pair is known to have no access."""
+    pairs = frozenset(pair for pair in permutations(dict.fromkeys(devices), 2) if has_peer_access(*pair) is False)
     return StagedCopies(pairs=pairs) if pairs else SideStreams()
 
 

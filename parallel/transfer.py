@@ -109,12 +109,6 @@ def settle(arrivals: Arrivals, device: torch.device | None = None) -> None:
         module.current_stream(pair[1].index).wait_event(arrivals.pop(pair))
 
 
-def current_streams(devices: Sequence[torch.device]) -> list[Any]:
-    """Of devices of one kind; none for kinds without streams."""
-    module = module_with_streams(devices[0], devices[0])
-    return [] if module is None else [module.current_stream(device) for device in devices]
-
-
 def module_with_streams(source: torch.device, target: torch.device) -> Any:
     """torch.cuda or its like if both devices are of it and it has streams; else None."""
     if source.type != target.type:

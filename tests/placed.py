@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
+import torch
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local import block_split
 from devicebridge.parallel.local.block_split import BlockSplit
 from devicebridge.parallel.local.bridge import Bridge
+from devicebridge.parallel.local.interleave import RoundRobin
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement
 from torch import nn
@@ -32,6 +36,19 @@ def forward_of(bridge: Bridge) -> Iterator[None]:
         yield
     finally:
         bridge.end()
+
+
+@contextmanager
+def arrivals_noted(trace: list[tuple[int, torch.device]]) -> Iterator[None]:
+    """Inside, (job, device) is added for each time a job of an Interleave arrives on a device or enters a block."""
+    own = RoundRobin.pass_on
+
+    def pass_on(policy: RoundRobin, state: Any, device: torch.device) -> None:
+        own(policy, state, device)
+        trace.append((state.index, device))
+
+    with mock.patch.object(RoundRobin, "pass_on", pass_on):
+        yield
 
 
 def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:

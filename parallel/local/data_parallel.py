@@ -80,7 +80,7 @@ class DataParallel:
 
         def is_near(index: int) -> bool:
             num_before, stage = divmod(index, len(parts))  # of its replica
-            return order.num_forwards(stage) >= num_before
+            return order.num_forwards[stage] >= num_before
 
         prefetch = Prefetch(run, microbatches, is_near)
         losses: dict[int, torch.Tensor] = {}

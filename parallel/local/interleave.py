@@ -23,24 +23,18 @@ from .tokens import HERE
 from .workers import Coordinator, ThreadPool
 
 T = TypeVar("T")
-Trace = list[tuple[int, torch.device]]
 
 
 class Interleave:
-    """Runs forwards through a bridged model interleaved; one run at a time per bridge. Args: trace: takes (job, device)
-    for each time a job arrives on a device or enters a block there, in order of issue."""
+    """Runs forwards through a bridged model interleaved; one run at a time per bridge."""
 
-    def __init__(self, bridge: Bridge, *, trace: Trace | None = None) -> None:
-        self.bridge = bridge
-        self.trace = trace
-        self._local = _Local()
+    def __init__(self, bridge: Bridge) -> None:
+        self.bridge, self._local = bridge, _Local()
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
         Raises: the first exception of a job, after all have ended; RuntimeError under autograd or inside another
         run."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("interleaved forwards are for inference; run them under torch.inference_mode or no_grad")
         with self.bridge.interleaved(self):
             if len(jobs) < 2:
                 return [job() for job in jobs]
@@ -70,8 +64,6 @@ class Interleave:
         if state is None or policy is None:
             return
         policy.pass_on(state, device)
-        if self.trace is not None:
-            self.trace.append((state.index, device))
         settle(state.arrivals)
 
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -23,19 +23,18 @@ from ..offload.recompute import HandOut
 from ..runner import MicroBatch, OneModel
 from ..transfer import Arrivals, copy_to, current_device, settle
 from .bridge import Bridge
-from .schedule import Prefetch, StageOrder, Trace, Work, num_held, plan_order
+from .schedule import Prefetch, StageOrder, Work, num_held, plan_order
 from .workers import Coordinator
 
 
 class Pipeline(OneModel):
     """Trains a bridged model, whose tail is on its last device, with several microbatches in flight."""
 
-    def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1, trace: Trace | None = None) -> None:
+    def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1) -> None:
         super().__init__(model, bridge.main_device)
         assert bridge.tail_device == bridge.devices[-1]
         self.bridge = bridge
         self.ahead = ahead
-        self.trace = trace
         self._stage_of = {device: stage for stage, device in enumerate(bridge.devices)}
         self._local = _Local()
 
@@ -45,8 +44,8 @@ class Pipeline(OneModel):
         num_workers = num_held(*sizes)[0]
         with self.bridge.interleaved(self):
             run = Coordinator(self.bridge.pool, self.bridge.devices)
-            order = StageOrder(run, plan_order(*sizes), self.trace)
-            prefetch = Prefetch(run, microbatches, lambda index: index - order.num_forwards(0) <= 1)
+            order = StageOrder(run, plan_order(*sizes))
+            prefetch = Prefetch(run, microbatches, lambda index: index - order.num_forwards[0] <= 1)
             losses: dict[int, torch.Tensor] = {}
 
             def work(first: int) -> None:

@@ -23,9 +23,6 @@ class Work:
     microbatch: int
 
 
-Trace = list[tuple[int, Work]]  # stage, what it worked on; in the order in which work began
-
-
 def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int]:
     """How many microbatches each stage holds at once, between F and B; `ahead`: all but the last. [num_stages]"""
     last = num_stages - 1
@@ -49,14 +46,13 @@ def plan_order(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[l
 class StageOrder:
     """Lets every stage's work begin in its order, and one that must be alone when no stage works."""
 
-    def __init__(self, run: Coordinator, orders: Sequence[Sequence[Work]], trace: Trace | None = None) -> None:
+    def __init__(self, run: Coordinator, orders: Sequence[Sequence[Work]]) -> None:
         self._run = run
         self._orders = orders
         self._position = [0] * len(orders)
         self._busy: set[int] = set()
         self._is_exclusive = False
-        self._num_forwards = [0] * len(orders)
-        self._trace = trace
+        self.num_forwards = [0] * len(orders)
 
     def begin(self, stage: int, work: Work, is_alone: bool) -> None:
         """Wait until this work is next on the stage, and with is_alone until no stage works; none begins meanwhile.
@@ -69,18 +65,13 @@ class StageOrder:
         ):
             self._busy.add(stage)
             self._is_exclusive = is_alone
-            self._num_forwards[stage] += not work.is_backward
-            if self._trace is not None:
-                self._trace.append((stage, work))
+            self.num_forwards[stage] += not work.is_backward
 
     def finish(self, stage: int) -> None:
         with self._run.changing():
             self._busy.remove(stage)
             self._is_exclusive = False
             self._position[stage] += 1
-
-    def num_forwards(self, stage: int) -> int:
-        return self._num_forwards[stage]
 
 
 class Prefetch:

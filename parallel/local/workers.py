@@ -24,7 +24,7 @@ from torch import overrides
 from torch.utils import _python_dispatch
 
 from ..devices import device_module
-from ..transfer import current_streams
+from ..transfer import module_with_streams
 
 
 class Stopped(BaseException):
@@ -127,8 +127,8 @@ class ThreadState:
         self._autocast = [autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
         self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         self._function_modes = overrides._get_current_function_mode_stack()
-        module: Any = device_module(devices[0])
-        self._streams = current_streams(devices)
+        module, streams = device_module(devices[0]), module_with_streams(devices[0], devices[0])
+        self._streams = [] if streams is None else [streams.current_stream(device) for device in devices]
         self._device = module.current_device() if hasattr(module, "set_device") else None
         self._module = module
 

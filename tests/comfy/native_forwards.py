@@ -39,7 +39,7 @@ from devicebridge.patches.hooks import map_tensors
 from devicebridge.planning import times
 from devicebridge.tests.comfy.native_cases import CASES, COUNTED, NEWER, REFUSED, WAN_CAUSAL, Case, Counted, with_heads
 from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, factories_on_cards, on_cpu
-from devicebridge.tests.placed import forward_of
+from devicebridge.tests.placed import arrivals_noted, forward_of
 from torch import nn
 
 # Of one forward, by card: as many heads each, and unevenly. Heads that do not divide go to the last.
@@ -301,7 +301,8 @@ class _Runs:
                 return forward
 
             trace: list[tuple[int, torch.device]] = []
-            outputs = Interleave(split.bridge, trace=trace).run([job(inputs) for inputs in self._two_inputs()])
+            with arrivals_noted(trace):
+                outputs = Interleave(split.bridge).run([job(inputs) for inputs in self._two_inputs()])
         first_of_second = [index for index, _ in trace].index(1)
         assert any(index == 0 for index, _ in trace[first_of_second:]), "the two ran one after the other"
         return _same([*outputs[0], *outputs[1]], [*expected[0], *expected[1]])

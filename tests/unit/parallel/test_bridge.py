@@ -432,23 +432,6 @@ def test_an_error_in_a_block_leaves_nothing_behind(machine, error, raising):
         assert torch.equal(_run(model, bridge), expected)
 
 
-def test_an_error_that_is_caught_inside_the_forward_leaves_the_device_alone(machine):
-    """A model may answer an error of a block itself and go on."""
-    with emulated_cards(), torch.no_grad():
-
-        class Failing(nn.Module):
-            def forward(self, x):
-                raise KeyError
-
-        failing = Failing()
-        bridge = Bridge({failing: NEXT}, HOME)
-        bridge.attach()
-        with forward_of(bridge):
-            with pytest.raises(KeyError):
-                failing(_input())
-            assert machine.current == 0 and machine.entered == machine.left == 1
-
-
 def test_another_packs_hook_that_raises_before_ours_leaves_the_device_alone(machine):
     """Its block never entered; the hook that runs on error must not restore for another block."""
     with emulated_cards():

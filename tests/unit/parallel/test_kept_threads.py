@@ -62,18 +62,6 @@ def test_threads_end_with_their_crew_even_one_that_is_at_work():
     assert len(set(done)) == 2 and not any(thread.is_alive() for thread in done)
 
 
-def test_work_that_raises_is_reported_and_ends(monkeypatch):
-    pool, seen = ThreadPool(), []
-    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
-
-    def work():
-        raise ZeroDivisionError
-
-    for _ in range(2):
-        _run(pool, work)
-    assert seen == [ZeroDivisionError] * 2
-
-
 def test_after_an_interrupt_a_task_that_has_begun_is_waited_for(monkeypatch):
     """It may come right after it was handed over."""
     pool, seen, has_begun, go = ThreadPool(), [], threading.Event(), threading.Event()

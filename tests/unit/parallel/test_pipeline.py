@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel import transfer as transfer_module
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.pipeline import Pipeline
-from devicebridge.parallel.local.schedule import plan_order
+from devicebridge.parallel.local.schedule import StageOrder, plan_order
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
@@ -117,12 +116,18 @@ def test_gradients_equal_one_ordinary_card():
     assert all(torch.equal(gradient, one[1][n]) for n, gradient in found[1].items())
 
 
-def test_the_stages_follow_the_plan_and_two_work_at_once():
+def test_the_stages_follow_the_plan_and_two_work_at_once(monkeypatch):
     """Each microbatch leaves a stage for the next to enter: with 1f1b the second card is never ahead of its input."""
     with emulated_cards(4):
         model, split, _ = make_tiny_split("flux2", CARDS[:2])
-        trace = []
-        Pipeline(model, split.bridge, ahead=0, trace=trace).run(make_micro_batches(model, "flux2", 4))
+        trace, begin = [], StageOrder.begin
+
+        def note(order, stage, work, is_alone):
+            begin(order, stage, work, is_alone)
+            trace.append((stage, work))
+
+        monkeypatch.setattr(StageOrder, "begin", note)
+        Pipeline(model, split.bridge, ahead=0).run(make_micro_batches(model, "flux2", 4))
     plan = plan_order(2, 4, 0)
     for stage in (0, 1):
         assert [work for at, work in trace if at == stage] == plan[stage]
@@ -277,13 +282,6 @@ def test_a_step_takes_the_time_of_a_pipeline(machine, count):
     assert races == 0 and alone == 11 * count  # 12, but nobody needs the gradient of the input
     together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], count, pipelined=True)
     assert races == 0 and together == 2 + 6 * count + 3  # first in, the slower card all the time, last out
-
-
-def test_copies_on_the_main_streams_would_wait_for_other_workers(machine, monkeypatch):
-    """The simulation can tell: torch's plain copy has the stages wait for each other."""
-    monkeypatch.setattr(transfer_module, "module_with_streams", lambda source, target: None)
-    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], 8, pipelined=True)
-    assert races == 0 and together > 6 * 9 + 3
 
 
 def test_what_is_sent_to_the_tail_is_there_in_time_and_holds_up_no_card(machine):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.parallel import staged_copies as staged_module
-from devicebridge.parallel.staged_copies import StagedCopies, copies_between, pairs_through_host
+from devicebridge.parallel.staged_copies import StagedCopies, copies_between
 from devicebridge.parallel.transfer import SideStreams, settle
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
 from devicebridge.tests.streams import SimulatedMachine, SimulatedStream, is_view
@@ -141,18 +141,6 @@ def test_memory_is_recorded_where_it_is_used(machine) -> None:
         assert [(id(t), s) for t, s in machine.used_on] == [(id(tensor), leaving), (id(found), machine.default[NEXT])]
 
 
-def test_each_direction_has_two_buffers_that_are_kept(machine) -> None:
-    with emulated_cards(2), machine.installed(), torch.inference_mode():
-        there, copies = _product(), StagedCopies(PIECE_BYTES)
-        back = there.to(NEXT)
-        for _ in range(3):
-            copies.copy(there, NEXT, {})
-            copies.copy(back, HOME, {})
-        buffers = [buffer for pair in copies._buffers.values() for buffer in pair]
-        assert [buffer.num_bytes for buffer in buffers] == [PIECE_BYTES] * 4
-        assert not any(buffer.tensor.is_inference() for buffer in buffers)
-
-
 def test_devices_without_streams_copy_as_ever() -> None:
     with emulated_cards(2):
         tensor, arrivals = torch.ones(3).to(HOME), {}
@@ -167,8 +155,9 @@ def test_only_pairs_that_are_known_to_have_no_access_go_through_the_host(monkeyp
     monkeypatch.setattr(
         staged_module, "has_peer_access", lambda *pair: access if pair == (cards[1], cards[2]) else True
     )
-    assert pairs_through_host(cards) == lacking and pairs_through_host(cards[:2]) == frozenset()
-    assert type(copies_between(cards)) is (StagedCopies if lacking else SideStreams)
+    found = copies_between(cards)
+    assert type(found) is (StagedCopies if lacking else SideStreams) and type(copies_between(cards[:2])) is SideStreams
+    assert getattr(found, "_pairs", lacking) == lacking
 
 
 def test_pairs_with_access_copy_directly_beside_one_that_has_none(machine, monkeypatch) -> None:

@@ -8,7 +8,6 @@ from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import BlockList
 from devicebridge.parallel.block_lists import parts_of_tail, tail_parameters
-from devicebridge.parallel.local.block_split import BlockSplit
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
@@ -165,24 +164,6 @@ def test_every_weight_of_front_blocks_and_tail_gets_the_gradient_of_plain_accumu
     _assert_same(_step(name, CARDS[:num_cards], piped=True), expected)
     _assert_same(_step(name, CARDS[:num_cards]), expected)  # one after the other, the tail on the last card
     _assert_same(_step(name, CARDS[:num_cards], is_tail_away=False), expected)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_part_that_is_brought_without_its_gradient_is_noticed(name, monkeypatch):
-    expected = _step(name, CARDS[:1])
-    own = BlockSplit._bring_part
-
-    def bring(split, index, output):
-        made = own(split, index, output)
-        return (*made[:index], _detached(made[index]), *made[index + 1 :])
-
-    monkeypatch.setattr(BlockSplit, "_bring_part", bring)
-    with pytest.raises(AssertionError):
-        _assert_same(_step(name, CARDS[:2], piped=True), expected)
-
-
-def _detached(value):
-    return [Rows(value[0].data.detach()), None] if isinstance(value, list) else value.detach()
 
 
 @pytest.mark.parametrize(

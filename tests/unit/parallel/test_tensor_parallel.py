@@ -408,14 +408,6 @@ def test_a_forward_of_another_thread_is_refused_while_one_runs(x) -> None:
     assert torch.equal(later[0], found)
 
 
-def test_a_thread_that_died_in_its_forward_stands_in_nobodys_way(x) -> None:
-    model = make_model()
-    expected = model(x)
-    parallel = divide(model, 2)
-    _in_thread(parallel.begin)
-    assert difference(run(parallel, model, x), expected) < NEAR
-
-
 def _in_thread(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
@@ -522,13 +514,6 @@ def test_what_the_devices_compute_is_compared_once_for_the_same_weights(x, monke
     parallel.check_again()
     run(parallel, model, x)
     assert compared == 2 * [id(block) for block in model.blocks]
-
-
-def test_a_layer_without_its_meeting_on_one_device_is_at_another_place(x) -> None:
-    model = make_model(Separate())
-    parallel = divide(model, 2, drop=lambda name, rank: (name, rank) == ("attn.o", 0))
-    with pytest.raises(RuntimeError, match=r"different places.*"):
-        run(parallel, model, x)
 
 
 def test_every_device_gets_dicts_of_its_own(x) -> None:

@@ -315,15 +315,6 @@ def test_a_graph_that_would_hold_weights_is_refused(how):
     _evaluate(built, "flux2")  # nothing to remember
 
 
-def test_a_call_that_passes_by_the_hook_raises():
-    with emulated_cards(1):
-        model, _, _ = _chain(4, 4)
-        weight = model.transformer_blocks[3].weight
-        assert weight.device == CPU and isinstance(weight, nn.Parameter)
-        with pytest.raises(RuntimeError, match="two devices"):
-            model.transformer_blocks[3].forward(torch.ones(2, 32).to(HOME))
-
-
 @pytest.mark.parametrize("at", ["forward", "backward", "copy"])
 def test_after_an_error_the_next_step_is_right(at, monkeypatch):
     with emulated_cards(1):

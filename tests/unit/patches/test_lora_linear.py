@@ -168,15 +168,6 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     assert layer.lora_B["default"].weight.grad is not None and layer.base_layer.weight.grad is None
 
 
-@pytest.mark.parametrize("shape", [(NUM_IN,), (0, NUM_IN), (2, 3, 4, NUM_IN)], ids=str)
-def test_any_number_of_batch_dims(shape: tuple[int, ...]) -> None:
-    layer = make_layer()
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-    expected = layer(x)
-    apply_fused_lora(layer)
-    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_the_output_may_be_changed_in_place() -> None:
     layer = make_layer()
     apply_fused_lora(layer)
