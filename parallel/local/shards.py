@@ -254,9 +254,6 @@ class JoinedSlices(torch.Tensor):
     def __init__(self, pieces: Sequence[torch.Tensor], along: int) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"JoinedSlices({[tuple(piece.shape) for piece in self.pieces]}, along={self.along})"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.joined()
 

@@ -389,32 +389,6 @@ def test_an_interrupt_between_two_blocks_leaves_nothing_behind(x) -> None:
     assert {each.name for each in threading.enumerate() if "devicebridge" in each.name} == {"devicebridge-idle"}
 
 
-def test_a_forward_of_another_thread_is_refused_while_one_runs(x) -> None:
-    model = make_model()
-    expected, refused = model(x), []
-    parallel = divide(model, 3)
-
-    def second() -> None:
-        with pytest.raises(RuntimeError) as error:
-            run(parallel, model, 2 * x)
-        parallel.end()  # a step ends whatever its thread left, also where nothing had begun
-        refused.append(str(error.value))
-
-    found = run(parallel, model, x, lambda *_: _in_thread(second))
-    assert difference(found, expected) < NEAR and len(refused) == len(model.blocks)
-    assert "another thread (MainThread) is computing with this model" in refused[0] and "way 'blocks'" in refused[0]
-    later: list[torch.Tensor] = []
-    _in_thread(lambda: later.append(run(parallel, model, x)))
-    assert torch.equal(later[0], found)
-
-
-def _in_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive()
-
-
 def _until_failed(parallel: Any) -> None:
     while parallel._run.collective.error is None:
         time.sleep(0.001)
