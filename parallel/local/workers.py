@@ -127,7 +127,8 @@ class ThreadState:
         self._autocast = [autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
         self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         self._function_modes = overrides._get_current_function_mode_stack()
-        module, streams = device_module(devices[0]), module_with_streams(devices[0], devices[0])
+        module: Any = device_module(devices[0])
+        streams = module_with_streams(devices[0], devices[0])
         self._streams = [] if streams is None else [streams.current_stream(device) for device in devices]
         self._device = module.current_device() if hasattr(module, "set_device") else None
         self._module = module
