@@ -59,12 +59,8 @@ _STEPS, _NEAR_SLOPE = (1e-2, 3e-3, 1e-3), 5e-3  # in float32 a step is too long,
 Gradients = dict[str, torch.Tensor]
 
 
-class _Width(Exception):
-    """Ends a forward whose text has another width than a layer reads; both widths."""
-
-
-class _Done(Exception):
-    """Ends a forward that was looked at."""
+class _Seen(Exception):
+    """Ends a forward that was looked at, or whose text has another width than a layer reads: both widths."""
 
 
 def examine(path: Path) -> str:
@@ -98,20 +94,16 @@ def examine(path: Path) -> str:
     if trained:
         lines += [f"# Training of a LoRA by blocks: {blocks.refused or 'gradients are those of one card, and slopes'}."]
     if find_native(type(root)) is None:
-        module, tail = type(root).__module__, blocks.tail
-        row = NativeModel(name, module, blocks.lists, tail, "", "stream" if tail else "relay")
-        said = ("class_name", "module", "block_lists", "tail", "note", "transport")
+        said = {"class_name": name, "module": type(root).__module__, "block_lists": blocks.lists, "tail": blocks.tail}
+        said |= {"note": "", "transport": "stream" if blocks.tail else "relay"}
         lines += ["# Its blocks, found by their containers, and called as modules.", "NativeModel("]
-        lines += [*(f"    {each}={getattr(row, each)!r},".replace("'", '"') for each in said), ")"]
+        lines += [*(f"    {each}={value!r},".replace("'", '"') for each, value in said.items()), ")"]
     return "\n".join(lines)
 
 
 def _verdicts(model: Any, layout: NativeModel) -> tuple[dict[str, Verdict], dict[str, Blocks]]:
     """Of tokens by signature of inputs, and of trainings by kind of inputs, for a class that nobody has described.
-    A row whose gradients differ is refused for trainings alone.
-
-    model: a MODEL that is nowhere loaded. Raises: the first forward's error if all failed.
-    """
+    model: a MODEL that is nowhere loaded. Raises: the first forward's error if all failed."""
     root: nn.Module = model.model.diffusion_model
     innermost, copy, usual = Innermost(root), copy_structure(root)[0], usual_text(root)
     widths = {each: usual[each].shape[-1] if each in usual else made_up for each, made_up in _MADE_UP.items()}
@@ -128,13 +120,13 @@ def _verdicts(model: Any, layout: NativeModel) -> tuple[dict[str, Verdict], dict
             cards = Cards((root, copy), forwards, (device, device), layout.block_lists, send)
             try:
                 row = find_rows(cards, given)
-                why = gradient_fault(cards, row, given)
+                why = gradient_fault(cards, row, given)  # which refuses it for trainings alone
                 found[shown.signature] = Verdict(row, why, has_gradients=not why)
             except RowsError as error:
                 found[shown.signature] = Verdict(None, str(error))
             if layout.is_watched and shown.kind not in trained:
                 trained[shown.kind] = trained_blocks(cards, given)
-        raise _Done
+        raise _Seen
 
     hooks.around_method(root, innermost.method, look)
     frames = (_FRAMES, 1) if model.model.latent_format.latent_dimensions == 3 else (1,)
@@ -170,7 +162,7 @@ def _widths_checked(root: nn.Module, widths: Mapping[str, int]) -> Iterator[None
     def check(wanted: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         x = args[0] if args else None
         if isinstance(x, torch.Tensor) and x.ndim and x.shape[-1] in made_up and x.shape[-1] != wanted:
-            raise _Width(x.shape[-1], wanted)
+            raise _Seen(x.shape[-1], wanted)
 
     for module in root.modules():
         is_linear = hasattr(module, "in_features")  # ComfyUI's of 8-bit weights is none of torch's
@@ -195,14 +187,13 @@ def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, mask: Seque
         text = [[torch.randn(1, _TEXT, widths[COND]), options]]
         try:
             with torch.no_grad(), _widths_checked(root, widths):
-                comfy.sample.sample(
-                    model, noise, 1, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=0
-                )
-        except _Width as wrong:
-            found, wanted = wrong.args
+                how = 1, 1.0, "euler", "simple"
+                comfy.sample.sample(model, noise, *how, text, text, latent, disable_pbar=True, seed=0)
+        except _Seen as seen:
+            if not seen.args:
+                return
+            found, wanted = seen.args
             widths |= {each: wanted for each, width in widths.items() if width == found}
-        except _Done:
-            return
     raise RuntimeError(f"no text was found that {type(root).__name__} reads")
 
 

@@ -25,26 +25,18 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """How a user wants a MODEL split; the sockets of nodes/split.py say what each is.
+    """How a user wants a MODEL split; the sockets of nodes/split.py say what each is."""
 
-    Args:
-        devices: in execution order; the first is the main device, with embedders, tail and the sampler's tensors.
-        split_at: index of the first block of each device after the first; for manual.
-        memory_limit_gb: decimal GB of weights each device may hold resident; () is as much as ComfyUI grants.
-        transport, way: None lets the model's row or the forecast decide.
-        shares: of way tokens, relative to each other; () for equal shares of devices of one kind, else by speed.
-    """
-
-    devices: tuple[torch.device, ...]
+    devices: tuple[torch.device, ...]  # in execution order; the main one first, with all but the blocks
     balance: Literal["memory", "time", "manual"] | Allocation = "memory"
-    split_at: tuple[int, ...] = ()
-    memory_limit_gb: tuple[float, ...] = ()
-    transport: Literal["stream", "relay"] | None = None
+    split_at: tuple[int, ...] = ()  # index of the first block of each device after the first; for manual
+    memory_limit_gb: tuple[float, ...] = ()  # decimal, of resident weights, by device; () is as much as ComfyUI grants
+    transport: Literal["stream", "relay"] | None = None  # None: as the model's row says
     overlap: bool = True
     offload: bool = True
     verify: bool = False
-    way: Literal["blocks", "tokens", "tensor"] | None = "blocks"
-    shares: tuple[float, ...] = ()
+    way: Literal["blocks", "tokens", "tensor"] | None = "blocks"  # None: as the forecast says
+    shares: tuple[float, ...] = ()  # of way tokens; () for equal shares of devices of one kind, else by speed
     exchange: Exchange = "full"
 
     def __post_init__(self) -> None:
@@ -114,19 +106,12 @@ def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], inst
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """What was decided about a split, for any tree of the same architecture. A way is a kind of it.
+    """What was decided about a split, for any tree of the same architecture. A way is a kind of it."""
 
-    Args:
-        blocks: fqns inside the diffusion model, in execution order.
-        devices: that are used, the main device first.
-        layout: what the class is; for a class nobody described a row made from its block lists.
-        request: what was asked for; in place of an allocation it has limits.
-    """
-
-    blocks: tuple[str, ...]
-    devices: tuple[torch.device, ...]
-    layout: NativeModel
-    request: SplitRequest
+    blocks: tuple[str, ...]  # fqns inside the diffusion model, in execution order
+    devices: tuple[torch.device, ...]  # that are used, the main device first
+    layout: NativeModel  # for a class nobody described a row made from its block lists
+    request: SplitRequest  # in place of an allocation it has limits
     transport: Transport = "stream"
     overlap: bool = False
 

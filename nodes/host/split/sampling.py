@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.model_management as management
 import torch
@@ -69,11 +68,10 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
 # ---- one step
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One micro-batch: conditioning number index, for one image or the whole batch."""
+class _Part(NamedTuple):
+    """One micro-batch, for one image or the whole batch."""
 
-    index: int
+    number: int  # of its conditioning
     conds: list[Any]
     x: torch.Tensor
     timestep: torch.Tensor
@@ -83,15 +81,14 @@ def run_overlapped(
     executor: Any, model: Any, conds: list[Any], x_in: torch.Tensor, timestep: torch.Tensor, options: dict[str, Any]
 ) -> list[torch.Tensor]:
     """Wrapper around ComfyUI's evaluation of all conditionings of one step; see the module's docstring."""
-    tree = tree_of(model)
-    if tree is None:
+    if (tree := tree_of(model)) is None:
         return executor(model, conds, x_in, timestep, options)
     bring_controls_to_main(conds, tree.plan.main_device)
     parts = _parts(tree, model, (conds, x_in, timestep), options)
 
     def job(part: _Part) -> Callable[[], torch.Tensor]:
         own = {**options, "transformer_options": dict(options.get("transformer_options", {}))}
-        return lambda: executor(model, part.conds, part.x, part.timestep, own)[part.index]
+        return lambda: executor(model, part.conds, part.x, part.timestep, own)[part.number]
 
     def compute() -> list[torch.Tensor]:
         if len(parts) < 2:
@@ -100,7 +97,7 @@ def run_overlapped(
         outputs = [run() for run in jobs] if tree.is_plain else tree.executor.run_parts(tree, jobs)
         of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
         for part, output in zip(parts, outputs, strict=True):
-            of_cond[part.index].append(output)
+            of_cond[part.number].append(output)
         return [torch.cat(images) if images else torch.zeros_like(x_in) for images in of_cond]
 
     with tree.step():
@@ -145,7 +142,7 @@ def _parts(tree: SplitTree, model: Any, step: tuple[Any, ...], options: Mapping[
         free = model.current_patcher.get_free_memory(x_in.device)
         for part in parts:
             shapes: dict[str, list[Any]] = defaultdict(list)
-            for entry in part.conds[part.index]:
+            for entry in part.conds[part.number]:
                 for name, value in entry.get("model_conds", {}).items():
                     shapes[name].append(value.size())
             if model.memory_required(list(part.x.shape), cond_shapes=shapes) >= free:

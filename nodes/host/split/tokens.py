@@ -76,21 +76,14 @@ _MAY_CHANGE = RUNTIME_STATE.union(
 
 @dataclass(frozen=True, kw_only=True)
 class TokensPlan(SplitPlan):
-    """
-    Args:
-        tokens: where the class has rows; of a class that nobody described a derived plan, or an empty one.
-        shares: relative shares of the rows, by device.
-        groups: of heads, in which keys and values travel. replayed_groups: where blocks are replayed.
-        may_run_alone: whether the main card computes what is refused by tokens, as nobody asked for them by name.
-        derived: where derived plans are kept; None for a class with a written one.
-    """
+    """Every device computes a share of the rows of each forward."""
 
-    tokens: TokenPlan
-    shares: tuple[float, ...]
-    groups: int = 1
-    replayed_groups: int = 1
-    may_run_alone: bool = False
-    derived: DerivedRows | None = None
+    tokens: TokenPlan  # of a class that nobody described a derived one, or an empty one
+    shares: tuple[float, ...]  # of the rows, by device
+    groups: int = 1  # of heads, in which keys and values travel
+    replayed_groups: int = 1  # where blocks are replayed
+    may_run_alone: bool = False  # whether the main card computes what is refused by tokens, as no user named them
+    derived: DerivedRows | None = None  # where derived plans are kept; None for a class with a written one
 
     def make_executor(self, tree: SplitTree) -> TokensExecutor:
         return TokensExecutor(tree, self)

@@ -114,16 +114,14 @@ class SplitTree:
 
     def __init__(self, base: nn.Module, plan: SplitPlan, origin: Origin | None) -> None:
         self._base: Callable[[], Any] = weakref.ref(base)
-        self.plan = plan
-        self.origin = origin
+        self.plan, self.origin = plan, origin
         root = self.diffusion_model
         self._blocks = {name: root.get_submodule(name) for name in plan.blocks}
         self._lists = {name: root.get_submodule(name) for name in _containers_of(plan.blocks) if name}
         self.executor: Executor = plan.make_executor(self)
         make_shard = type(f"{type(base).__name__}Shard", (Shard,), {})  # ComfyUI logs the name
-        self.shards: dict[torch.device, nn.Module] = {
-            device: make_shard(base, self.executor.parts[device]) for device in plan.devices[1:]
-        }
+        others = plan.devices[1:]
+        self.shards: dict[torch.device, nn.Module] = {at: make_shard(base, self.executor.parts[at]) for at in others}
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks, self._said = HookSet(), set[str]()  # what was said once
         self._calls: BlockCalls | None = None
@@ -180,9 +178,8 @@ class SplitTree:
         for name in _containers_of(list(filter(self.is_foreign, self.plan.blocks))):
             container = self.diffusion_model.get_submodule(name)
             children = self._hidden[name] = container._modules
-            container._modules = {
-                key: child for key, child in children.items() if not self.is_foreign(f"{name}.{key}".lstrip("."))
-            }
+            own = (key for key in children if not self.is_foreign(f"{name}.{key}".lstrip(".")))
+            container._modules = {key: children[key] for key in own}
 
     # ---- names
 
@@ -212,11 +209,8 @@ class SplitTree:
 
     def called_modules(self) -> dict[nn.Module, torch.device]:
         """The modules to hook, and their devices."""
-        return {
-            module: self.plan.device_of(name)
-            for name in self.plan.blocks
-            for module in hooked_modules(self.block(name), self.plan.layout)
-        }
+        hooked = ((name, hooked_modules(self.block(name), self.plan.layout)) for name in self.plan.blocks)
+        return {module: self.plan.device_of(name) for name, modules in hooked for module in modules}
 
     def _is_in_place(self, name: str) -> bool:
         """Whether a list of blocks is the one that was split."""
@@ -306,10 +300,9 @@ class SplitTree:
             stay = outside(self.plan.devices)
             stay.__enter__()
             self._held.stay = stay
-        kwargs = dict(kwargs)
-        changes = ("control", partial(wrap_control, self.bridge)), (OPTIONS, partial(self.executor.guard, self))
-        kwargs |= {name: change(kwargs[name]) for name, change in changes if isinstance(kwargs.get(name), dict)}
-        return self.bridge.move((args, kwargs), self.plan.main_device)
+        changes = {"control": partial(wrap_control, self.bridge), OPTIONS: partial(self.executor.guard, self)}
+        changed = {name: make(kwargs[name]) for name, make in changes.items() if isinstance(kwargs.get(name), dict)}
+        return self.bridge.move((args, {**kwargs, **changed}), self.plan.main_device)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         try:
