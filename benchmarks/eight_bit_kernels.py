@@ -30,7 +30,6 @@ from devicebridge.quantization import eight_bit_kernels as kernels  # noqa: E402
 from devicebridge.quantization.eight_bit import grad_input8, linear8, quantize_rows  # noqa: E402
 from devicebridge.quantization.frozen_linear import ROUNDED, FrozenLinear8  # noqa: E402
 from devicebridge.quantization.kernel_choice import (  # noqa: E402
-    DeviceKernels,
     KernelChoice,
     choose_kernels,
     using_kernels,
@@ -114,7 +113,7 @@ def _chosen(
     choice: KernelChoice, compute: Callable[..., Any], rows: torch.Tensor, layer: Any, *bias: None
 ) -> Callable[[], Any]:
     """linear8 or grad_input8 with these kernels, unrotated."""
-    of = DeviceKernels({layer.weight.dtype: choice})
+    of = {layer.weight.dtype: choice}
 
     def run() -> Any:
         with using_kernels(of):

@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -302,19 +302,17 @@ CARD_ROUNDING = 512  # bytes; torch's allocator for CUDA gives out multiples of 
 
 # The kernels of a card nobody has seen: those of data-centre chips, which transpose a slice of the weight. Others do
 # without the slice, so this is the higher of the two.
-UNSEEN_CARD = DeviceKernels(
-    {
-        torch.float8_e4m3fn: KernelChoice("vendor", "transpose", has_triton=True),
-        torch.int8: KernelChoice("triton", "transpose", has_triton=True),
-    }
-)
+UNSEEN_CARD: DeviceKernels = {
+    torch.float8_e4m3fn: KernelChoice("vendor", "transpose", has_triton=True),
+    torch.int8: KernelChoice("triton", "transpose", has_triton=True),
+}
 
 
 @dataclass(frozen=True)
 class Kernels:
     """Which way operations take: a card's fused attention and norms, or torch's plain ones; and 8-bit products."""
 
-    eight_bit: DeviceKernels = UNSEEN_CARD
+    eight_bit: DeviceKernels = field(default_factory=lambda: UNSEEN_CARD)
     has_fused: bool = True
     rounding: int = CARD_ROUNDING
 

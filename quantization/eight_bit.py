@@ -30,13 +30,14 @@ from torch.nn import functional as F
 
 from . import eight_bit_kernels as kernels
 from .eight_bit_kernels import LARGEST, MAX_INT8_TERMS, SMALLEST_AMAX
-from .kernel_choice import KernelChoice, kernels_for, slice_weights
+from .kernel_choice import KernelChoice, kernels_for
 from .stored import PACKINGS, ROWS, columns, make_convrot, restore
 
 ROTATIONS = (16, 64, 256)
 MAX_PLAIN_ROWS = 16
 _MULTIPLE = 16  # of K and N
 _WIDEST_BLOCK = max(packed.values for packed in PACKINGS.values())
+_SLICE = 2**27  # weights transposed at a time: 128 MiB
 _PIECE = 2**26  # weights dequantized at a time: 128 MiB in bfloat16
 # wgmma keeps about 14 bits of a running float8 sum; over n / 32 additions that truncates about n / 2^20 of it, which
 # stays below the rounding of float8 itself up to here. Longer sums move to float32 registers on the way.
@@ -268,7 +269,7 @@ def _grad_input_by_slices(
 ) -> Tensor:
     """h @ weight * h_scale; a slice of weight's columns at a time is transposed, multiplied and dropped."""
     num_in = weight.shape[1]
-    count = math.ceil(weight.numel() / slice_weights(h.device))
+    count = math.ceil(weight.numel() / _SLICE)
     width = math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE  # about equal: a narrow rest would idle a large card
     found = []
     for start in range(0, num_in, width):

@@ -14,8 +14,6 @@ import torch
 
 from . import eight_bit_kernels as kernels
 
-_SLICE = 2**27  # weights transposed at a time at least: 128 MiB
-
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -34,14 +32,7 @@ class KernelChoice:
     has_triton: bool = False
 
 
-@dataclass(frozen=True)
-class DeviceKernels:
-    """What a device multiplies with: its choices by 8-bit type, and how many weights a slice has."""
-
-    choices: Mapping[torch.dtype, KernelChoice]
-    slice_weights: int = _SLICE
-
-
+DeviceKernels = Mapping[torch.dtype, KernelChoice]  # what a device multiplies each 8-bit type with
 _used: ContextVar[DeviceKernels | None] = ContextVar("8-bit kernels of another device", default=None)
 
 
@@ -58,27 +49,13 @@ def using_kernels(of: DeviceKernels) -> Iterator[None]:
 
 def device_kernels(device: torch.device) -> DeviceKernels:
     """What a device that exists here multiplies with."""
-    return DeviceKernels({dtype: choose_kernels(device, dtype) for dtype in kernels.LARGEST}, slice_of(device))
+    return {dtype: choose_kernels(device, dtype) for dtype in kernels.LARGEST}
 
 
 def kernels_for(tensor: torch.Tensor, dtype: torch.dtype) -> KernelChoice:
     """What a tensor is multiplied with by weights of an 8-bit type."""
     used = _used.get()
-    return choose_kernels(tensor.device, dtype) if used is None else used.choices[dtype]
-
-
-def slice_weights(device: torch.device) -> int:
-    """Weights to transpose at a time."""
-    used = _used.get()
-    return slice_of(device) if used is None else used.slice_weights
-
-
-@cache
-def slice_of(device: torch.device) -> int:
-    """Weights to transpose at a time: what a card hardly notices, and as few launches as that allows."""
-    if device.type != "cuda":
-        return _SLICE
-    return max(_SLICE, torch.cuda.get_device_properties(device).total_memory // 256)
+    return choose_kernels(tensor.device, dtype) if used is None else used[dtype]
 
 
 @cache

@@ -36,8 +36,9 @@ from devicebridge.planning.dry_run import (
     step_on_meta,
 )
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
+from devicebridge.quantization import eight_bit
 from devicebridge.quantization.eight_bit import grad_input8
-from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
+from devicebridge.quantization.kernel_choice import device_kernels, using_kernels
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
 from devicebridge.tests.placed import apply_block_split, apply_weight_offload
@@ -222,11 +223,11 @@ def test_forecast_with_offloaded_inputs_is_what_emulated_cards_hold(monkeypatch)
 
 
 _RUN = ROOT / "benchmarks" / "results" / "eight_bit_training_2xh200_2026-11-21.json"
-_SLICE_OF_H200 = 150_000_000_000 // 256  # about; its memory decides how much of a weight is transposed at a time
+_SLICE_OF_THE_RUN = 150_000_000_000 // 256  # about: how many weights were transposed at a time
 
 
 @pytest.mark.parametrize(("scheme", "side"), [("bf16", 1024), ("fp8-compute", 512), ("int8-compute", 1024)])
-def test_forecast_is_what_two_cards_held(scheme, side):
+def test_forecast_is_what_two_cards_held(scheme, side, monkeypatch):
     """Full-size FLUX.2, LoRA in bfloat16, cut 23 + 33, every block checkpointed. The run counted no workspaces."""
     import diffusers
 
@@ -237,8 +238,8 @@ def test_forecast_is_what_two_cards_held(scheme, side):
     quantize = None if scheme == "bf16" else QuantizeSettings(scheme)
     lora = LoraSettings(rank=32, dtype="bfloat16")
     work = Work((128, 1, side // 16, side // 16), 1, torch.bfloat16, quantize, lora)
-    kernels = Kernels(DeviceKernels(UNSEEN_CARD.choices, _SLICE_OF_H200))
-    cost = dry_run_step(model, _info(family, variant.transformer_config), variant, work, kernels)
+    monkeypatch.setattr(eight_bit, "_SLICE", _SLICE_OF_THE_RUN)
+    cost = dry_run_step(model, _info(family, variant.transformer_config), variant, work, Kernels())
     forecaster = Forecaster(cost, Optimizer(state=4, step=2), backend=NO_OVERHEAD)
     plans = StagePlan(0, 2, 0, 23), StagePlan(1, 2, 23, 56)
     run = json.loads(_RUN.read_text())
@@ -397,14 +398,14 @@ def test_cards_do_not_keep_attention_probabilities_and_plain_torch_does():
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
+def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype, monkeypatch):
     """M = 32, N = 256, K = 512: rows in 8 bits with their scales, the result; and one slice of the weight at a time."""
     values = torch.empty(256, 512, device="meta", dtype=dtype)
     scale, grad = torch.empty(256, 1, device="meta"), torch.empty(32, 256, device="meta", dtype=torch.bfloat16)
     peaks = []
     for slice_weights in (256 * 512, 256 * 128):
-        kernels = DeviceKernels(UNSEEN_CARD.choices, slice_weights)
-        with torch.inference_mode(False), using_kernels(kernels), MemoryMeter(1) as meter:
+        monkeypatch.setattr(eight_bit, "_SLICE", slice_weights)
+        with torch.inference_mode(False), using_kernels(UNSEEN_CARD), MemoryMeter(1) as meter:
             meter.ignore([values, scale, grad])
             found = grad_input8(grad, values, scale, None)
             assert (found.shape, found.dtype) == ((32, 512), torch.bfloat16)

@@ -20,7 +20,7 @@ from devicebridge.quantization.eight_bit import (
     rotate,
 )
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
+from devicebridge.quantization.kernel_choice import KernelChoice, using_kernels
 from devicebridge.tests.noise import decibels, gradient
 from torch import nn
 
@@ -129,13 +129,14 @@ def test_every_way_to_compute_agrees(forward, backward, scheme, rotation):
     linear, x, grad = make_linear(256, 128), make_rows(64, 256), make_rows(64, 128, seed=2)
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
     parts, choices = (layer.weight, layer.scale), {layer.weight.dtype: KernelChoice(forward, backward)}
-    with using_kernels(DeviceKernels(choices)):
+    with using_kernels(choices):
         out = linear8(x, *parts, layer.bias, layer.rotation)
         found = grad_input8(grad, *parts, layer.rotation)
     least = 28 if scheme == FP8 else 35
     assert decibels(linear(x), out) > least and decibels(grad @ linear.weight, found) > least
-    with pytest.MonkeyPatch.context() as patch, using_kernels(DeviceKernels(choices, 48 * 128)):
+    with pytest.MonkeyPatch.context() as patch, using_kernels(choices):
         patch.setattr(eight_bit, "_PIECE", 48 * 128)
+        patch.setattr(eight_bit, "_SLICE", 48 * 128)
         torch.testing.assert_close(linear8(x, *parts, layer.bias, layer.rotation), out)
         torch.testing.assert_close(grad_input8(grad, *parts, layer.rotation), found)
 
@@ -193,7 +194,8 @@ def test_the_shapes_and_layouts_cuda_demands(forward, scheme, rotation, monkeypa
     linear = make_linear(192, 96)
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
     x, grad = make_rows(23, 192), make_rows(23, 96, seed=2)
-    with using_kernels(DeviceKernels({layer.weight.dtype: KernelChoice(forward, "transpose")}, 32 * 96)):
+    monkeypatch.setattr(eight_bit, "_SLICE", 32 * 96)
+    with using_kernels({layer.weight.dtype: KernelChoice(forward, "transpose")}):
         assert decibels(grad @ linear.weight, gradient(layer, x, grad)) > 27
     assert calls == [{FP8: "_scaled_mm", INT8: "_int_mm"}[scheme]] * (1 + 192 // 32)
 
@@ -394,14 +396,6 @@ def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, mo
     choose = kernel_choice.choose_kernels.__wrapped__  # past the cache, which is for real cards
     found = [choose(torch.device("cuda:0"), dtype) for dtype in COMPUTE.values()]
     assert found == [KernelChoice(*each) for each in expected]
-
-
-def test_a_large_card_turns_larger_slices(monkeypatch):
-    for memory, expected in ((8 * 2**30, 2**27), (48 * 2**30, 48 * 2**22), (144 * 2**30, 144 * 2**22)):
-        card = type("Properties", (), {"total_memory": memory})
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
-        assert kernel_choice.slice_of.__wrapped__(torch.device("cuda:0")) == expected
-    assert kernel_choice.slice_of(torch.device("cpu")) == 2**27
 
 
 def test_a_second_import_under_another_name_works():

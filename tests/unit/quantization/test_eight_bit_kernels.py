@@ -16,7 +16,7 @@ from devicebridge.quantization import eight_bit
 from devicebridge.quantization import eight_bit_kernels as kernels
 from devicebridge.quantization.eight_bit import grad_input8, linear8, make_rotation
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
+from devicebridge.quantization.kernel_choice import KernelChoice, using_kernels
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp8", "int8"])
@@ -190,7 +190,7 @@ def test_a_layer_on_these_kernels_computes_what_plain_torch_computes(choice, sch
     parts = (layer.weight, layer.scale)
     results = []
     for each in (choice, KernelChoice("vendor", "transpose")):
-        with using_kernels(DeviceKernels({layer.weight.dtype: each})):
+        with using_kernels({layer.weight.dtype: each}):
             out = linear8(x, *parts, layer.bias, layer.rotation)
             results.append((out, grad_input8(grad, *parts, layer.rotation)))
     exact = (linear(x), grad @ linear.weight)
@@ -210,7 +210,7 @@ def test_a_grad_input_by_slices_goes_through_the_forwards_product(scheme, rotati
     grad = random(24, 96, seed=1)
     parts = (layer.weight, layer.scale, layer.rotation)
     # The same rounded rows and sums as in the kernel that reads the weight as it lies.
-    with using_kernels(DeviceKernels({layer.weight.dtype: KernelChoice("triton", "triton", True)})):
+    with using_kernels({layer.weight.dtype: KernelChoice("triton", "triton", True)}):
         expected = grad_input8(grad, *parts)
     for name in ("_int_mm", "_scaled_mm"):
         monkeypatch.setattr(torch, name, lambda *a, **k: pytest.fail("the forward is our kernel"))
@@ -223,7 +223,8 @@ def test_a_grad_input_by_slices_goes_through_the_forwards_product(scheme, rotati
         return matmul(a, a_scale, b, *args, **kwargs)
 
     monkeypatch.setattr(kernels, "matmul", counted)
-    with using_kernels(DeviceKernels(choices, 96 * 192 // num_slices)):
+    monkeypatch.setattr(eight_bit, "_SLICE", 96 * 192 // num_slices)
+    with using_kernels(choices):
         found = grad_input8(grad, *parts)
     assert calls == [(96, 192 // num_slices)] * num_slices
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
