@@ -1,4 +1,4 @@
-"""8 bits while loading: each layer is quantized as it arrives, and the result is that of quantizing afterwards."""
+"""8 bits while loading: each layer is quantized as it arrives. The result: test_quantized_files.py."""
 
 import gc
 import json
@@ -9,13 +9,10 @@ import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
-from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
 from devicebridge.quantization import eight_bit
-from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
-from devicebridge.tests.quantized import apply_quantization, plain_parts
 from devicebridge.tests.toy import TINY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,27 +26,6 @@ def _checkpoint(folder: Path, name: str) -> Any:
     index = {"_class_name": "Any", "transformer": ["diffusers", type(model).__name__]}
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     return read_checkpoint(folder)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", TINY)
-def test_it_is_the_model_quantized_afterwards(name: str, scheme: Any, tmp_path: Path) -> None:
-    info = _checkpoint(tmp_path, name)
-    family, settings = FAMILIES[name], QuantizeSettings(scheme)
-    afterwards = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16)
-    expected = apply_quantization(afterwards, family, settings)
-    quantizer = Quantizer(family, settings)
-    streamed = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
-    report = quantizer.close(streamed)
-    assert report.groups == expected.groups
-    assert expected.num_quantized > 0
-    found = {**dict(streamed.named_parameters()), **dict(streamed.named_buffers())}
-    others = {**dict(afterwards.named_parameters()), **dict(afterwards.named_buffers())}
-    assert found.keys() == others.keys()
-    for key, tensor in others.items():
-        assert all(torch.equal(a, b) for a, b in zip(plain_parts(tensor), plain_parts(found[key]), strict=True)), key
-        assert not found[key].requires_grad
-    assert all(isinstance(m, FrozenLinear8) for n, m in streamed.named_modules() if quantizer.is_wanted(n, m))
 
 
 def _peaks(info, settings):

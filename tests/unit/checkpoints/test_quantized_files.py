@@ -191,6 +191,7 @@ def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme
         else:
             assert torch.equal(stored.weight.view(torch.uint8), reference.weight.view(torch.uint8)), fqn
             assert torch.equal(stored.scale, reference.scale) and stored.rotation == reference.rotation, fqn
+            assert not any(each.requires_grad for each in module.parameters()), fqn
         if module.bias is not None:
             assert torch.equal(module.bias, exact.get_submodule(fqn).bias)
     assert (num_taken > 3) == (FORMATS[how].dtype is settings.stored_dtype)
