@@ -21,13 +21,13 @@ from ..quantization.quantize import (
     NOT_LINEAR,
     NOTHING_STORED,
     QUANTIZED,
-    GroupTotals,
-    LayerGroup,
+    Groups,
     Quantizer,
     QuantizeSettings,
     layer_class,
     refusal,
     stored_linear_bytes,
+    total_bytes,
 )
 from .resolve import Machine, find_machine
 
@@ -35,7 +35,7 @@ _NUM_NAMED = 4
 
 
 @dataclass(frozen=True)
-class QuantizePreview(GroupTotals):
+class QuantizePreview:
     """What will become of a model's weights.
 
     Args:
@@ -48,18 +48,19 @@ class QuantizePreview(GroupTotals):
 
     settings: QuantizeSettings | None
     dtype: str
-    groups: Mapping[str, LayerGroup]
+    groups: Groups
     num_stored: Mapping[str, int] = field(default_factory=dict)
     num_taken: int = 0
 
     def summary(self) -> str:
         """One line, sizes in decimal GB."""
+        before, after = total_bytes(self.groups)
         if self.settings is None:
-            return f"none: all weights in {self.dtype}, {_gb(self.bytes_before)}"
+            return f"none: all weights in {self.dtype}, {_gb(before)}"
         how = "as the file has them" if self.settings.scheme == "stored" else "in 8 bits"
         return (
-            f"{self.settings.scheme}: {len(self.groups[QUANTIZED].names)} linears {how}, "
-            f"{self.bytes_before / 1e9:.2f} -> {_gb(self.bytes_after)} of weights"
+            f"{self.settings.scheme}: {len(self.groups[QUANTIZED])} linears {how}, {before / 1e9:.2f} -> "
+            f"{_gb(after)} of weights"
         )
 
     def table(self) -> str:
@@ -68,13 +69,13 @@ class QuantizePreview(GroupTotals):
         if self.settings is not None:
             kept, others = self.groups[KEPT], self.groups[NOT_LINEAR]
             # the layer class of a module inside a list, else the part of the model it belongs to
-            found = [(layer_class(fqn), fqn.partition(".")[0]) for fqn in kept.names]
+            found = [(layer_class(fqn), fqn.partition(".")[0]) for fqn in kept]
             classes = list(dict.fromkeys(name if "*" in name else part for name, part in found))
             named = ", ".join(classes[:_NUM_NAMED]) + (", ..." if len(classes) > _NUM_NAMED else "")
-            size = f", {_gb(kept.bytes_after)} ({named})" if kept.names else ""
-            lines.append(f"{self.dtype}: {len(kept.names)} linears the family keeps{size}")
-            size = _gb(others.bytes_after)
-            lines.append(f"{self.dtype}: {len(others.names)} layers that are no linears (norms, tables), {size}")
+            size = f", {_gb(total_bytes({KEPT: kept})[1])} ({named})" if kept else ""
+            lines.append(f"{self.dtype}: {len(kept)} linears the family keeps{size}")
+            size = _gb(total_bytes({NOT_LINEAR: others})[1])
+            lines.append(f"{self.dtype}: {len(others)} layers that are no linears (norms, tables), {size}")
             lines.append("LoRA: attached later, never quantized")
         if self.num_stored:
             types = ", ".join(f"{count} in {name}" for name, count in self.num_stored.items())
@@ -112,9 +113,9 @@ def preview_model(
     info = info or read_checkpoint(config.path, config.family, config.variant)
     quantizer = Quantizer(info.family, settings) if settings else None
     groups = _sort(make_empty_transformer(info), quantizer, getattr(torch, config.dtype).itemsize)
-    if settings and settings.scheme == "stored" and not groups[QUANTIZED].names:
+    if settings and settings.scheme == "stored" and not groups[QUANTIZED]:
         raise ValueError(NOTHING_STORED)
-    weights = [info.tensors[f"{name}.weight"] for name in groups[QUANTIZED].names]
+    weights = [info.tensors[f"{name}.weight"] for name in groups[QUANTIZED]]
     return QuantizePreview(
         settings=settings,
         dtype=config.dtype,
@@ -124,7 +125,7 @@ def preview_model(
     )
 
 
-def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> dict[str, LayerGroup]:
+def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> Groups:
     """Modules that hold parameters themselves by what happens to them; sizes in bytes. Works on meta tensors."""
     found: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
     for name, module in model.named_modules():
@@ -137,7 +138,4 @@ def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> d
             reason = QUANTIZED
             after += stored_linear_bytes(module, quantizer.settings) - module.weight.numel() * element_size
         found[reason][name] = before, after
-    return {
-        reason: LayerGroup(tuple(sizes), sum(b for b, _ in sizes.values()), sum(a for _, a in sizes.values()))
-        for reason, sizes in found.items()
-    }
+    return found

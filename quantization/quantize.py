@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ class Quantizer:
         if not self.is_wanted(fqn, module):
             return module
         assert isinstance(module, nn.Linear)
-        self._bytes_before[fqn] = _num_bytes([module])
+        self._bytes_before[fqn] = _num_bytes(module)
         block = self.settings.rotation_of(module.in_features)
         done = FrozenLinear8.from_linear(module, self.settings.scheme, rotation=block)  # type: ignore[arg-type]
         return done.train(module.training)
@@ -165,25 +165,21 @@ class Quantizer:
     def close(self, model: nn.Module) -> QuantizeReport:
         """Report on the whole model. Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a
         layer was left out."""
-        modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
-        for name, module in model.named_modules():  # those that hold parameters themselves
-            if any(True for _ in module.parameters(recurse=False)):
-                modules[_treatment(name, module, self._family, self.settings)][name] = module
-        if not modules[QUANTIZED] and self.settings.scheme == "stored":
+        groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
+        for name, module in model.named_modules():
+            if after := _num_bytes(module):
+                reason = _treatment(name, module, self._family, self.settings)
+                groups[reason][name] = self._bytes_before.get(name, 0) if reason == QUANTIZED else after, after
+        if not groups[QUANTIZED] and self.settings.scheme == "stored":
             raise ValueError(NOTHING_STORED)
-        if not modules[QUANTIZED]:
+        if not groups[QUANTIZED]:
             raise ValueError(
                 f"{self.settings.scheme} was requested, but {self._family.title} keeps every linear of this "
                 f'{type(model).__name__} in full precision; use quantize = "none"'
             )
-        missed = [name for name in modules[QUANTIZED] if name not in self._bytes_before]
+        missed = [name for name in groups[QUANTIZED] if name not in self._bytes_before]
         if missed:
             raise RuntimeError(f"{len(missed)} layers were never quantized, {missed[0]} first; load the model again")
-        groups = {}
-        for reason, group in modules.items():
-            after = _num_bytes(group.values())
-            before = sum(self._bytes_before[name] for name in group) if reason == QUANTIZED else after
-            groups[reason] = LayerGroup(tuple(group), before, after)
         report = QuantizeReport(self.settings.scheme, groups, self._num_taken, self._num_unrotated)
         _log.info("%s", report.summary())
         return report
@@ -300,44 +296,27 @@ def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: Quant
     return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED
 
 
-def _num_bytes(modules: Iterable[nn.Module]) -> int:
-    tensors: list[Any] = []
-    for module in modules:
-        tensors += module.parameters(recurse=False)
-        if isinstance(module, FrozenLinear8):
-            tensors += module.buffers(recurse=False)  # scales and rotation; those of others are no weights
-    return sum(tensor.nbytes for tensor in tensors)
+def _num_bytes(module: nn.Module) -> int:
+    """Of what it holds itself; of an 8-bit layer its scales and rotation, too."""
+    buffers = module.buffers(recurse=False) if isinstance(module, FrozenLinear8) else ()
+    return sum(tensor.nbytes for tensor in (*module.parameters(recurse=False), *buffers))
 
 
 # ---- what was done
 
 
-@dataclass(frozen=True)
-class LayerGroup:
-    """Modules treated alike: fqns of those that hold weights of their own, and the bytes of these weights."""
-
-    names: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
+Groups = Mapping[str, Mapping[str, tuple[int, int]]]  # bytes before and after, by what was done and a module's fqn
 
 
-class GroupTotals:
-    """Totals of what holds layers by the reason for their treatment."""
-
-    groups: Mapping[str, LayerGroup]
-
-    @property
-    def bytes_before(self) -> int:
-        return sum(group.bytes_before for group in self.groups.values())
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(group.bytes_after for group in self.groups.values())
+def total_bytes(groups: Groups) -> tuple[int, int]:
+    """Before and after."""
+    sizes = [each for group in groups.values() for each in group.values()]
+    return sum(before for before, _ in sizes), sum(after for _, after in sizes)
 
 
 @dataclass(frozen=True)
-class QuantizeReport(GroupTotals):
-    """What was done, by reason: QUANTIZED, KEPT and NOT_LINEAR, each present even when empty.
+class QuantizeReport:
+    """What was done to modules with weights of their own: QUANTIZED, KEPT and NOT_LINEAR, also where that is empty.
 
     Args:
         scheme: one of quantize.SCHEMES.
@@ -346,22 +325,23 @@ class QuantizeReport(GroupTotals):
     """
 
     scheme: str
-    groups: Mapping[str, LayerGroup]
+    groups: Groups
     num_taken: int = 0
     num_unrotated: int = 0
 
     @property
     def num_quantized(self) -> int:
-        return len(self.groups[QUANTIZED].names)
+        return len(self.groups[QUANTIZED])
 
     def summary(self) -> str:
         """One line for a log or a node, sizes in decimal GB."""
-        skipped = ", ".join(f"{len(g.names)} {reason}" for reason, g in self.groups.items() if reason != QUANTIZED)
+        skipped = ", ".join(f"{len(group)} {reason}" for reason, group in self.groups.items() if reason != QUANTIZED)
         taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
         unrotated = f"; {self.num_unrotated} are not rotated, as their file has them" if self.num_unrotated else ""
+        before, after = total_bytes(self.groups)
         return (
-            f"{self.num_quantized} linears to {self.scheme}{taken}, {self.bytes_before / 1e9:.2f} -> "
-            f"{self.bytes_after / 1e9:.2f} GB; left alone: {skipped}{unrotated}"
+            f"{self.num_quantized} linears to {self.scheme}{taken}, {before / 1e9:.2f} -> {after / 1e9:.2f} GB; "
+            f"left alone: {skipped}{unrotated}"
         )
 
 

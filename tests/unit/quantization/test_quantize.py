@@ -31,6 +31,7 @@ from devicebridge.quantization.quantize import (
     is_taken,
     refusal,
     stored_bytes,
+    total_bytes,
 )
 from devicebridge.quantization.stored import ROWS
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -425,7 +426,7 @@ def expected_noise(layer, exact, x, grad, settings):
 def test_noise_of_every_layer_type_is_as_derived(settings):
     model, plain = make_tiny(torch.float32), make_tiny(torch.float32)
     report = apply_quantization(model, FLUX2, settings)
-    for name in report.groups[QUANTIZED].names:
+    for name in report.groups[QUANTIZED]:
         layer, exact = model.get_submodule(name), plain.get_submodule(name).weight
         x = random(64, exact.shape[1]).requires_grad_(True)
         grad = random(64, exact.shape[0], seed=2)
@@ -447,18 +448,18 @@ def test_the_report_accounts_for_every_layer_and_byte(settings):
     report = apply_quantization(model, FLUX2, settings)
     groups = report.groups
     assert list(groups) == [QUANTIZED, KEPT, NOT_LINEAR]
-    assert report.bytes_before == expected_before and report.bytes_after == num_bytes(model)
-    assert all(is_eight_bit(model.get_submodule(name), settings) for name in groups[QUANTIZED].names)
-    quantized = [model.get_submodule(name) for name in groups[QUANTIZED].names]
+    assert total_bytes(groups) == (expected_before, num_bytes(model))
+    assert all(is_eight_bit(model.get_submodule(name), settings) for name in groups[QUANTIZED])
+    quantized = [model.get_submodule(name) for name in groups[QUANTIZED]]
     rotations = [64 * 64 * 4 if settings.rotation_of(layer.in_features) else 0 for layer in quantized]
     expected = sum(q.in_features * q.out_features + 4 * q.out_features for q in quantized) + sum(rotations)
-    assert groups[QUANTIZED].bytes_after == expected
-    assert groups[QUANTIZED].bytes_before == sum(2 * layer.in_features * layer.out_features for layer in quantized)
-    assert all(groups[r].bytes_before == groups[r].bytes_after for r in (KEPT, NOT_LINEAR))
-    assert "transformer_blocks.0.attn.to_q" in groups[QUANTIZED].names
-    assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT].names)
+    plain = sum(2 * layer.in_features * layer.out_features for layer in quantized)
+    assert total_bytes({QUANTIZED: groups[QUANTIZED]}) == (plain, expected)
+    assert all(before == after for r in (KEPT, NOT_LINEAR) for before, after in groups[r].values())
+    assert "transformer_blocks.0.attn.to_q" in groups[QUANTIZED]
+    assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT])
     for reason, is_linear in ((KEPT, True), (NOT_LINEAR, False)):
-        assert {isinstance(model.get_submodule(name), nn.Linear) for name in groups[reason].names} == {is_linear}
+        assert {isinstance(model.get_submodule(name), nn.Linear) for name in groups[reason]} == {is_linear}
     assert report.num_quantized == 28
     assert f"28 linears to {settings.scheme}, " in report.summary()
 
@@ -480,7 +481,7 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     found = [num_bytes(model.get_submodule(block)) for block in blocks]
     assert planned == found
     assert main_device == num_bytes(model) - sum(found)
-    assert sum(planned) + main_device == report.bytes_after
+    assert sum(planned) + main_device == total_bytes(report.groups)[1]
 
 
 @EVERY_VARIANT
