@@ -370,13 +370,15 @@ def picture(models: Models) -> dict[str, Any]:
     slow = LINKS[1:]
     rivals = {"tokens": (_TOKENS, LINKS), "tokens_4_groups": (_WHERE_REPLAYED, slow), "tensor": (_TENSOR, LINKS[:3])}
     more = {"tokens_2_groups": (_PAIR, LINKS[:3])}
-    return over_links(models, rivals | more | {"tokens_4_groups_8bit": (_SHORT, slow), "blocks": (_BLOCKS, LINKS[:1])})
+    return over_links(
+        models, rivals | more | {"tokens_4_groups_8bit": (_SHORT, LINKS[2:]), "blocks": (_BLOCKS, LINKS[:1])}
+    )
 
 
 def flux2(models: Models) -> dict[str, Any]:
     links = LINKS[:3]
     rivals = {"tensor": (_TENSOR, links), "tensor_8bit": (_SHORT_SUMS, links), "tokens": (_TOKENS, links)}
-    groups = {"tokens_2_groups": (_PAIR, links[1:]), "tokens_4_groups": (_GROUPS, links[1:])}
+    groups = {"tokens_2_groups": (_PAIR, links[1:]), "tokens_4_groups": (_WHERE_REPLAYED, links[1:])}
     return over_links(models, rivals | groups | {"blocks": (_BLOCKS, links[:1])})
 
 

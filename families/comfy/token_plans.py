@@ -147,7 +147,8 @@ TOKEN_PLANS: dict[str, TokenPlan] = {
         out="=txt+img@1",
         own=("txt",),
     ),
-    **dict.fromkeys(("WanModel", "SCAILWanModel", "SCAIL2WanModel"), WAN),
+    "WanModel": replace(WAN, released="x"),
+    **dict.fromkeys(("SCAILWanModel", "SCAIL2WanModel"), WAN),
     "CameraWanModel": _one("x=x@1 freqs=x@1", "self_attn=x"),
     "VaceWanModel": TokenPlan(
         {

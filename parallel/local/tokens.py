@@ -322,7 +322,10 @@ class TokenParallel:
                     here.lengths, here.is_gathered = {}, False
                 here.passes[list_name, name].append(here.lengths)
             bound = signature.bind(*args, **kwargs)
+            kept = bound.arguments.get(here.plan.released) if is_first and not torch.is_grad_enabled() else None
             _cut_arguments(here, bound.arguments, here.plan.blocks[list_name], name)
+            if kept is not None:
+                kept.set_(bound.arguments[here.plan.released])
             given = {**bound.arguments, **bound.kwargs}  # a guard tells ways of being called by positional numbers
             own = bound.args[: len(args)], {each: given[each] for each in kwargs}
             output = computed(here, block, functools.partial(self._block, name, axes, call), name, own)

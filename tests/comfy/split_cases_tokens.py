@@ -567,6 +567,35 @@ def tokens_many_prompts(case: Case) -> None:
     case.check("prompts were cancelled and failed", ended["was cancelled"] and ended["failed"], ended)
 
 
+@case
+def tokens_of_one_card_remember_no_lora(case: Case) -> None:
+    """HiDream-O1 keeps a prompt's keys for its next forward, also where one card has to compute it."""
+    host, name = case.host, "hidream_o1"
+    clean, model = (split(host.load(name), way="tokens", shares=(1.0, 9.0)) for _ in range(2))
+    with case.logged("devicebridge", logging.INFO) as messages:
+        expected = host.sample(clean, name)
+    case.check("one card computes", any("one card computes" in each for each in messages), messages)
+    case.differs("with a LoRA", host.sample(host.lora(model, name), name), expected)
+    case.equal("then without", host.sample(model, name), expected)
+
+
+@case
+def tokens_see_a_hook_that_comes_in_the_middle_of_a_run(case: Case) -> None:
+    """Behind a run's first forward the host looks while the cards compute."""
+    host, name = case.host, "flux1_heads"
+    model = split(host.load(name), way="tokens")
+    expected, handles = host.sample(model, name), list[Any]()
+    layer = model.model.diffusion_model.double_blocks[0].img_mlp[0]
+
+    def hook_it(step: int, *_: Any) -> None:
+        if step == 0:
+            handles.append(layer.register_forward_hook(lambda module, args, output: output * 2))
+
+    case.refused("a hook", functools.partial(host.sample, model, name, callback=hook_it), RuntimeError, "way 'blocks'")
+    handles[0].remove()
+    case.equal("without it", host.sample(model, name), expected)
+
+
 _WAYS: tuple[tuple[tuple[int, ...], int, Any], ...] = (  # shares, groups of heads, exchange
     *((shares, 1, "full") for shares in ((1, 1), (3, 5), (2, 3, 3), (1, 1, 1, 1), (4, 3, 5, 4))),
     ((1, 1, 1), 4, "full"),

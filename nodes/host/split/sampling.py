@@ -42,6 +42,7 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
                 f"out, or use a node behind the split that compiles single blocks, such as {ROOT}.{tree.plan.blocks[0]}"
             )
         _forecast(model, tree, noise_shape, conds)
+        tree.executor.looks_first = True
         tree.is_to_verify = tree.plan.request.verify or not tree.is_verified
     return executor(model, noise_shape, conds, *args, **kwargs)
 

@@ -29,7 +29,7 @@ from ....parallel.block_lists import execution_order
 from ....parallel.devices import device_title
 from ....parallel.local.borrow import RowResiduals
 from ....parallel.local.bridge import Bridge
-from ....parallel.local.collectives import Tensors
+from ....parallel.local.collectives import Send
 from ....parallel.local.graph_recorder import can_record, graphs_on
 from ....parallel.local.graphs import Graphs
 from ....parallel.local.heads import groups_for
@@ -38,7 +38,7 @@ from ....parallel.local.shards import plain_parts
 from ....parallel.local.token_graphs import Replays
 from ....parallel.local.tokens import OneDeviceError, RowsError, TokenParallel
 from ....parallel.staged_copies import copies_between
-from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere, module_with_streams
+from ....parallel.transfer import copy_to, current_device, is_everywhere, module_with_streams
 from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
@@ -169,11 +169,7 @@ class TokensExecutor(Executor):
         self._innermost = Innermost(root)
         self._method = self._innermost.method
         copies = copies_between(plan.devices)
-
-        def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
-            return copies.copies(tensors, plan.devices[rank], arrivals)
-
-        self._send = send
+        self._send: Send = lambda tensors, rank, arrivals: copies.copies(tensors, plan.devices[rank], arrivals)
         self.graphs: Graphs | None = None
         if plan.derived is None and (plan.layout.keeps_nothing or plan.layout.forgets_if_patched):
             self.graphs = graphs_on(plan.devices, copies, addresses_on)
@@ -193,7 +189,7 @@ class TokensExecutor(Executor):
 
     def attach(self, patches_uuid: object) -> None:
         self._unchanged.note_weights()  # ComfyUI attaches whenever it has moved or patched weights
-        self._is_compared = False
+        self._is_compared, self.looks_first = False, True
         if self._deriving is not None and patches_uuid != self._proved_for:
             self._proved_for = patches_uuid
             self._deriving.forget()
@@ -335,20 +331,48 @@ class TokensExecutor(Executor):
             return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))
         with self._running:
             try:
-                self._check_unchanged(tree)
-                self._check_runnable(given.get(OPTIONS) or {}, given.get("control"))
-                if self._deriving is not None:
-                    cards, by_rows = functools.partial(self._cards, own), functools.partial(self._compute_by, own)
-                    tolerance = self.tolerance if self._plan.request.exchange == "8-bit" else 0.0
-                    return self._deriving.compute(given, own, cards, by_rows, tolerance)
-                latents, tokens = next(iter(given.values())), self._plan.tokens
-                is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
-                return self._compute_by(own, (is_one and tokens.one_frame) or tokens, given)
+                return self._watched(tree, functools.partial(self._by_rows, own, given))
             except OneDeviceError as error:
                 tree.say_once(f"split: one card computes such a forward: {error}")
             except RowsError as error:
                 self._go_alone(tree, error)
-            return own(*args, **kwargs)
+            return own(**self._forgetting(given)) if self._plan.layout.forgets_if_patched else own(*args, **kwargs)
+
+    def _watched(self, tree: SplitTree, compute: Callable[[], Any]) -> Any:
+        """What compute() gives where other code changed nothing. Looking takes the host as long as a few blocks take a
+        card (14 ms for Qwen-Image), so behind a run's first forward it looks while cards compute what was launched."""
+        is_first, self.looks_first = self.looks_first, True
+        if is_first:
+            self._check_unchanged(tree)
+        try:
+            output = compute()
+        except Exception as error:
+            if not isinstance(error, management.InterruptProcessingException):
+                self._check_unchanged(tree)  # it may tell why
+            raise
+        if not is_first:
+            self._check_unchanged(tree)
+        self.looks_first = False
+        return output
+
+    def _by_rows(self, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        self._check_runnable(given.get(OPTIONS) or {}, given.get("control"))
+        if self._deriving is not None:
+            cards, by_rows = functools.partial(self._cards, own), functools.partial(self._compute_by, own)
+            tolerance = self.tolerance if self._plan.request.exchange == "8-bit" else 0.0
+            return self._deriving.compute(given, own, cards, by_rows, tolerance)
+        latents, tokens = next(iter(given.values())), self._plan.tokens
+        is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
+        return self._compute_by(own, (is_one and tokens.one_frame) or tokens, given)
+
+    def _forgetting(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments with which a class neither reads nor leaves keys: those of an earlier prompt are of its LoRAs."""
+        if not self._plan.layout.forgets_if_patched:
+            return given
+        options = given.get(OPTIONS) or {}
+        patches = options.get("patches_replace") or {}
+        patches = {**patches, "dit": {**patches.get("dit", {}), "of no block": None}}
+        return {**given, OPTIONS: {**options, "patches_replace": patches}}
 
     def _compute_by(self, own: Callable[..., Any], plan: TokenPlan, given: Mapping[str, Any]) -> Any:
         rows, replays = self._attach(plan), None
@@ -414,10 +438,9 @@ class TokensExecutor(Executor):
         if isinstance(control := given.get("control"), dict):
             given["control"] = {name: RowResiduals(each, here, rows.plan.control) for name, each in control.items()}
         if rows.plan.passes_options:
+            given = self._forgetting(given)
             options = given.setdefault(OPTIONS, {})
             options[OVERRIDE] = self._attend(rank, rows, options.get(OVERRIDE))
-            if self._plan.layout.forgets_if_patched:
-                options["patches_replace"] = {"dit": {"of no block": None}}
         return forward(**given)
 
     def _attend(self, rank: int, rows: TokenParallel, chosen: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -64,6 +64,7 @@ class Executor:
     plain = ""  # how a step is computed a second time to verify it
     plainer = ""  # what a user can set where that gives something else
     has_copies = False  # whether every card has the whole model
+    looks_first = True  # at what other nodes did, before a run's first forward
 
     def attach(self, patches_uuid: object) -> None:
         """Hook the blocks. patches_uuid: ComfyUI's number for the patches of their weights."""

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,28 @@ def test_every_rank_has_the_result_of_one_card(toy: Toy, shares: tuple[int, ...]
     for output in shared(toy, shares):
         assert output.shape == expected.shape
         assert torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_what_the_forward_keeps_is_released_only_without_gradients(toy: Toy, with_gradients: bool) -> None:
+    """A block's caller holds the stream of all rows until the block returns."""
+    expected, given = toy(**inputs(), attend=whole), [inputs(), inputs()]
+    plan = replace(PLAN, released="img")
+    rows = TokenParallel([toy, copy.deepcopy(toy)], [CPU] * 2, plan, (4, 7), lambda tensors, rank, arrivals: tensors)
+    rows.attach()
+
+    def run(model: Toy, img: torch.Tensor, txt: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(with_gradients):
+            return model(img, txt, rows.attend)
+
+    try:
+        outputs = rows.run(
+            [functools.partial(run, model, **each) for model, each in zip(rows._modules, given, strict=True)]
+        )
+    finally:
+        rows.remove()
+    assert all(torch.allclose(output, expected, rtol=1e-12, atol=1e-12) for output in outputs)
+    assert [each["img"].shape[1] for each in given] == ([11, 11] if with_gradients else [4, 7])
 
 
 def test_a_square_mask_is_cut_to_a_ranks_queries(toy: Toy) -> None:
