@@ -108,7 +108,8 @@ def own_dataset(name: str, file: str) -> Path:
     """The folder of one of own_datasets. Raises: ValueError if it, or this file or folder in it, leads out."""
     path = _named_folder(name, "folder")
     refuse_writing(path)
-    return _without_links_outside(path / os.path.basename(file), "folder").parent
+    _without_links_outside(path / os.path.basename(file), "folder")
+    return path
 
 
 def refuse_writing(folder: Path) -> None:

@@ -95,6 +95,7 @@ def test_no_name_leads_out_of_an_allowed_folder(folders, host, tmp_path, name):
 
 def test_one_file_of_a_dataset_is_found_without_a_look_at_the_others(folders, host, tmp_path):
     place, outside = _image_folder(host.root / "input" / "dogs"), _image_folder(tmp_path / "outside")
+    assert folders.own_dataset("dogs", "") == place
     (place / "clip").mkdir()
     (place / "clip" / "1.png").symlink_to(outside / "a.png")
     (host.root / "input" / "linked").symlink_to(outside)
