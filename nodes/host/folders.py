@@ -77,12 +77,9 @@ def find_component(kind: str, name: str) -> str:
 
 def list_components(kind: str) -> list[str]:
     files = [name for name in folder_paths.get_filename_list(kind) if Path(name).suffix in (".safetensors", ".sft")]
-    folders = [
-        entry.name
-        for base in folder_paths.get_folder_paths(kind)
-        for entry in _folders_in(Path(base))
-        if any((entry / name).exists() for name in ("config.json", "model_index.json", "text_encoder"))
-    ]
+    found = (entry for base in folder_paths.get_folder_paths(kind) for entry in _folders_in(Path(base)))
+    marks = ("config.json", "model_index.json", "text_encoder")
+    folders = [entry.name for entry in found if any((entry / mark).exists() for mark in marks)]
     shown = [name for name in files if name.replace(os.sep, "/").split("/")[0] not in folders]
     return sorted({*shown, *folders})
 

@@ -135,12 +135,11 @@ def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy
 
 
 def test_hosts_that_the_user_allows_stand_beside_the_folders(folders: ModuleType, host: comfy_stub.FakeHost) -> None:
-    settings = host.root / "user" / "devicebridge.toml"
     assert folders.allowed_hosts() == []
-    settings.write_text('allowed_hosts = ["comfy.example"]\nallowed_folders = ["/data"]\n')
-    assert folders.allowed_hosts() == ["comfy.example"]
-    settings.write_text("allowed_hosts = [")
-    assert folders.allowed_hosts() == []
+    hosts = 'allowed_hosts = ["comfy.example"]\n'
+    for text, found in ((f'{hosts}allowed_folders = ["/data"]\n', ["comfy.example"]), ("allowed_hosts = [", [])):
+        (host.root / "user" / "devicebridge.toml").write_text(text)
+        assert folders.allowed_hosts() == found
 
 
 @pytest.mark.parametrize("place", ["input", "output", "temp"])
@@ -189,10 +188,10 @@ def test_a_folder_that_holds_too_much_is_refused_by_every_look(nodes: ModuleType
 def test_nobody_looks_deeper_than_a_sub_folder(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
     folder = _image_folder(host.root / "input" / "dogs")
     (folder / "one" / "two").mkdir(parents=True)
-    (folder / "one" / "1.png").touch()
-    (folder / "one" / "two" / "2.png").touch()
+    for name in ("one/1.png", "one/two/2.png"):
+        (folder / name).touch()
     (state,) = nodes.TrainingDatasetNode.fingerprint_inputs(folder="dogs", evaluation_folder="")
-    assert [name for name, _, _ in state] == ["a.png", "a.txt", "one/1.png"]
+    assert [name for name, *_ in state] == ["a.png", "a.txt", "one/1.png"]
 
 
 @pytest.fixture
@@ -318,8 +317,8 @@ def test_runs_lie_where_a_link_leads_if_nodes_may_write_there(folders, host, tmp
         place.rmdir()
     place.symlink_to(elsewhere)
     found = elsewhere if link == "output/devicebridge" else elsewhere / "devicebridge"
-    is_followed = link == "output"  # which is the user's own, wherever it leads
-    assert folders.runs_folder() == (found if is_followed else place)
+    # The output folder is the user's own, wherever it leads.
+    assert folders.runs_folder() == (found if link == "output" else place)
     host.allow(tmp_path / "big_disk")
     assert folders.runs_folder() == found
 
