@@ -15,7 +15,7 @@ from ..config.job import CacheConfig, JobConfig, LoopConfig, OutputConfig
 from ..config.model import COMFYUI
 from ..system.stopping import Stopped
 from . import host
-from .choices import NONE, device_options, file_options, links_fit, plain_device, read_file
+from .choices import NONE, device_options, file_options, lists_pass, plain_device, read_file
 from .host import folders, io
 from .host.comfy_encoders import HostClip, HostVae, HostVision
 from .host.native.conditions import HostConditioner
@@ -126,18 +126,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
     )
 
-    @classmethod
-    def validate_inputs(
-        cls,
-        text_encoders: str = "",
-        vae: str = "",
-        text_device: str = "",
-        vae_device: str = "",
-        text_encoder_2: str = "",
-        input_types: Any = None,
-    ) -> bool | str:
-        """What a list does not have is refused by execute, which says what would work."""
-        return links_fit(cls, input_types)
+    validate_inputs = lists_pass("text_encoders", "vae", "text_device", "vae_device", "text_encoder_2")
 
     @classmethod
     def fingerprint_inputs(cls, text_encoders: str | None = None, vae: str | None = None, **others: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature
 from itertools import combinations
 from typing import Any
 
@@ -65,25 +66,27 @@ def read_file(text: str) -> str:
     return "" if text.lower() == AUTO or text.startswith("[") and text.endswith("]") else text
 
 
-class DevicesNode(io.ComfyNode):
-    @classmethod
-    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
-        """What no list has is refused by execute, which says what would work."""
-        return links_fit(cls, input_types)
+def lists_pass(*ids: str) -> Any:
+    """The validate_inputs of a node with these lists: what they lack is refused by execute, which says what would work.
 
+    ComfyUI finds their names in the signature. It does not check the links of a node that asks for their types
+    (input_types, by input). So this is its own rule, and beside it that a text goes into a list of TEXT_LINKS."""
 
-def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> bool | str:
-    """Whether every link of a node carries what its input takes; else which does not.
-    ComfyUI does not check the links of a node that asks for their types (received, by input). So this is its own rule,
-    and beside it that a text goes into a list of TEXT_LINKS, which is checked where the node is run."""
-    wanted = {each.id: str(each.io_type) for each in node.define_schema().inputs}
-    for name, kind in (received or {}).items():
-        takes = f"{wanted[name]},STRING" if name in TEXT_LINKS else wanted[name]
-        if not isinstance(kind, str):  # older nodes give the options of a list
-            fits = "COMBO" in takes
-        else:
-            kinds, taken = set(read_list(kind, str, "type")), set(read_list(takes, str, "type"))
-            fits = bool(kinds & taken) or "*" in kinds | taken or kind.startswith("COMFY_MATCHTYPE")
-        if not fits:
-            return f"{name} takes {wanted[name]}, and {kind} is linked to it"
-    return True
+    def validate_inputs(
+        cls: type[io.ComfyNode], input_types: Mapping[str, Any] | None = None, **chosen: Any
+    ) -> bool | str:
+        wanted = {each.id: str(each.io_type) for each in cls.define_schema().inputs}
+        for name, kind in (input_types or {}).items():
+            takes = f"{wanted[name]},STRING" if name in TEXT_LINKS else wanted[name]
+            if not isinstance(kind, str):  # older nodes give the options of a list
+                fits = "COMBO" in takes
+            else:
+                kinds, taken = set(read_list(kind, str, "type")), set(read_list(takes, str, "type"))
+                fits = bool(kinds & taken) or "*" in kinds | taken or kind.startswith("COMFY_MATCHTYPE")
+            if not fits:
+                return f"{name} takes {wanted[name]}, and {kind} is linked to it"
+        return True
+
+    names = (Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in ("cls", *ids, "input_types"))
+    validate_inputs.__signature__ = Signature([*names])  # type: ignore[attr-defined]
+    return classmethod(validate_inputs)

@@ -10,7 +10,7 @@ from ..config.job import CacheConfig, DataConfig, EvaluationConfig, FolderConfig
 from ..system.stopping import Stopped
 from . import host
 from .captions import CACHE_FOLDER
-from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
+from .choices import COMES_AND_GOES, NONE, file_options, lists_pass, read_file
 from .host import folders, io
 from .saying import said_on_node, training_schema
 from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
@@ -106,10 +106,7 @@ class TrainingDatasetNode(io.ComfyNode):
         outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
     )
 
-    @classmethod
-    def validate_inputs(cls, folder: str = "", evaluation_folder: str = "", input_types: Any = None) -> bool | str:
-        """What a list does not have is refused by execute, which says what would work."""
-        return links_fit(cls, input_types)
+    validate_inputs = lists_pass("folder", "evaluation_folder")
 
     @classmethod
     def fingerprint_inputs(cls, folder: str | None = None, evaluation_folder: str | None = None, **others: Any) -> Any:

@@ -16,7 +16,7 @@ from ..config.job import ModelConfig, SplitConfig
 from ..config.setting import requested
 from . import host
 from .captions import DEFAULT_FOLDER
-from .choices import DevicesNode, device_options, read_devices
+from .choices import device_options, lists_pass, read_devices
 from .host import folders, io
 from .saying import said_on_node, training_schema
 from .sockets import AUTO, LATER, Socket, make_inputs, read_section
@@ -30,7 +30,7 @@ _TITLE = "Load Model for Training Across GPUs"
 _QUANTIZE_TITLE = "Quantize (skip LoRA)"
 
 
-class LoadModelForTraining(DevicesNode):
+class LoadModelForTraining(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeLoadModelForTraining",
         display_name=_TITLE,
@@ -41,6 +41,7 @@ class LoadModelForTraining(DevicesNode):
         inputs=lambda: make_inputs(_inputs(), _TITLE),
         outputs=[ModelSocket.Output("model", tooltip="The model to train, not loaded yet.")],
     )
+    validate_inputs = lists_pass("devices", "balance")
 
     @classmethod
     @said_on_node

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..runs.folders import run_name
 from . import host
 from .captions import DEFAULT_FOLDER, CacheCaptionsAndLatents
-from .choices import COMES_AND_GOES, NONE, links_fit
+from .choices import COMES_AND_GOES, NONE, lists_pass
 from .dataset import TrainingDatasetNode
 from .host import folders, io
 from .load import LoadModelForTraining, Quantize
@@ -139,10 +139,7 @@ class TrainLoraSimple(io.ComfyNode):
         hidden=[io.Hidden.unique_id, io.Hidden.prompt],
     )
 
-    @classmethod
-    def validate_inputs(cls, model: str = "", images: str = "", input_types: Any = None) -> bool | str:
-        """What a list does not have is refused by execute, which says what would work."""
-        return links_fit(cls, input_types)
+    validate_inputs = lists_pass("model", "images")
 
     @classmethod
     def fingerprint_inputs(cls, images: str | None = None, **others: Any) -> Any:

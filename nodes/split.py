@@ -10,7 +10,7 @@ import torch
 from ..parallel.devices import find_device, hidden_gpus
 from . import host
 from .allocation import read_allocation
-from .choices import COMES_AND_GOES, DevicesNode, device_options, read_devices
+from .choices import COMES_AND_GOES, device_options, lists_pass, read_devices
 from .host import folders, io
 from .saying import said_on_node, schema
 from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
@@ -117,7 +117,9 @@ def _inputs() -> list[Socket | io.Input]:
     ]
 
 
-class _SplitNode(DevicesNode):
+class _SplitNode(io.ComfyNode):
+    validate_inputs = lists_pass("devices", "balance")
+
     @classmethod
     def shown(cls, model: Any) -> io.NodeOutput:
         from .host.split.model import blocks_by_card, describe_split

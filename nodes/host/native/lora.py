@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....checkpoints.lora_file import DORA, OFT, A, B
-from ....checkpoints.lora_start import find_part
+from ....checkpoints.lora_file import ALPHA, DORA, OFT, A, B
+from ....checkpoints.lora_start import find_part, with_strength
 from ....families.naming import find_by_original
 from ....families.spec import TEXT_ENCODERS, Rename
 
 _PREFIX, _SUFFIX = "diffusion_model.", ".weight"
 _MOST_LAYERS = 32  # of CLIP-G
-_PRODUCTS = ("hada_w1_a", "hada_w1_b", "", "hada_w2_a", "hada_w2_b")
-_FACTORS = ("lokr_w1", "lokr_w2", "", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+# What the weights of ComfyUI's adapters are; "" for what is not trained here: of convolutions, or a rescale.
+_WEIGHTS = {
+    "lora": (B, A, ALPHA, "", DORA, ""),
+    "loha": ("hada_w1_a", "hada_w1_b", ALPHA, "hada_w2_a", "hada_w2_b", "", "", DORA),
+    "lokr": ("lokr_w1", "lokr_w2", ALPHA, "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "", DORA),
+    "oft": (OFT, "", ALPHA, ""),
+}
 
 # Diffusers' names of layers, in LoRA files that ComfyUI's loader does not map, by class. Of MiniMax H3 as published:
 # gate and value lie the other way round, and queries, keys and values are layers of their own.
@@ -93,31 +98,14 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] 
 
 def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
     """Raises: ValueError for an adapter that is no LoRA, DoRA, LoKr, LoHa or OFT of a linear layer."""
-    values = list(getattr(adapter, "weights", ()))
     name = adapter[0] if isinstance(adapter, tuple) else adapter.name  # a tuple is "diff" or "set", of a bias too
-    if name == "lora" and values[3] is None and values[5] is None:
-        up, down, alpha, _, dora, _ = values
-        strength = 1.0 if alpha is None else alpha / down.shape[0]
-        layer = {A: torch.flatten(down, 1), B: torch.flatten(up, 1) * strength}
-        return layer if dora is None else layer | {DORA: dora}
-    if name == "oft" and values[1] is None and values[3] is None:
-        return {OFT: values[0]}
-    if name == "loha" and values[5] is None:
-        given = {kind: each for kind, each in zip(_PRODUCTS, values, strict=False) if kind}
-        given["hada_w1_a"] = given["hada_w1_a"] * (1.0 if values[2] is None else values[2] / values[1].shape[0])
-        return given if values[7] is None else given | {DORA: values[7]}
-    if name == "lokr" and values[7] is None:
-        given = {kind: each for kind, each in zip(_FACTORS, values, strict=False) if kind and each is not None}
-        ranked = given.get("lokr_w2_b", given.get("lokr_w1_b"))
-        strength = 1.0 if values[2] is None or ranked is None else values[2] / ranked.shape[0]
-        first = given.pop("lokr_w1", None)
-        if first is None:
-            first = given.pop("lokr_w1_a") @ given.pop("lokr_w1_b")
-        given["lokr_w1"] = first * strength
-        return given if values[8] is None else given | {DORA: values[8]}
-    raise ValueError(
-        f"{key} has an adapter of the kind {name}, which is not trained here; give a LoRA, LoKr, LoHa or OFT"
-    )
+    values = itertools.zip_longest(_WEIGHTS.get(name, ()), getattr(adapter, "weights", ()))
+    layer = {kind: each for kind, each in values if each is not None}
+    if not layer or not all(layer):
+        raise ValueError(
+            f"{key} has an adapter of the kind {name}, which is not trained here; give a LoRA, LoKr, LoHa or OFT"
+        )
+    return dict(with_strength(layer))
 
 
 def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: int) -> dict[str, Tensor]:
