@@ -24,6 +24,13 @@ from ..system.telling import printable, say
 from .other_trainers import MOST_BYTES, Made, Values, flat, read_values, rows_of, tables
 
 _WITHOUT_DECAY = ("adam", "adam8bit", "adam_8bit", "prodigy", "adafactor")  # where weight_decay is not said
+_MARKS = {  # of each trainer's files, looked for in this order
+    "ai-toolkit": "process",
+    "OneTrainer": "training_method concept_file_name concepts text",
+    "SimpleTuner": "data_backend_config model_family dataset_type instance_data_dir",
+    "diffusion-pipe": "micro_batch_size_per_gpu directory",
+    "kohya": "datasets pretrained_model_name_or_path dit network_module train_data_dir",
+}
 _REQUIRED = {"model.path": "-", "train.steps": 1, "output.folder": "-"}  # with what a check of the rest takes for each
 
 
@@ -65,17 +72,9 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
 
 def _recognise(values: Any, path: Path) -> str:
     """Raises: ValueError naming the file, if it is none of the six."""
-    names = {name for name, _ in _arguments(values)}
     first = values[0] if isinstance(values, list) and values and isinstance(values[0], dict) else {}
-    marks = {
-        "ai-toolkit": isinstance(values, dict) and isinstance(values.get("config"), dict) and "process" in names,
-        "OneTrainer": names & {"training_method", "concept_file_name", "concepts"} or "text" in first,
-        "SimpleTuner": names & {"data_backend_config", "model_family"}
-        or {"dataset_type", "instance_data_dir"} & {*first},
-        "diffusion-pipe": names & {"micro_batch_size_per_gpu", "directory"},
-        "kohya": names & {"datasets", "pretrained_model_name_or_path", "dit", "network_module", "train_data_dir"},
-    }
-    if found := next((trainer for trainer, is_so in marks.items() if is_so), ""):
+    names = {*first, *(name for name, _ in _arguments(values))}
+    if found := next((trainer for trainer, marks in _MARKS.items() if names.intersection(marks.split())), ""):
         return found
     raise ValueError(
         f"{path} is no file of ai-toolkit, diffusion-pipe, kohya's scripts, musubi-tuner, OneTrainer or SimpleTuner; "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.job import LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
+from ..config.job import OutputConfig
 from . import host
 from .host import folders, io
 from .saying import said_on_node, training_schema
-from .sockets import make_inputs, read_section
+from .sockets import make_inputs, read_sections
 from .train import training_sockets
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 
@@ -70,13 +70,8 @@ class PlanTraining(io.ComfyNode):
         from ..planning.plan import describe_plan, describe_verdict, draw_plan, picture_of
 
         entries, steps = (*_SOCKETS, *_LATER), sockets.get("steps", 1000)
-        job = model.job(
-            dataset,
-            train=read_section(LoopConfig, entries, sockets, steps=steps),
-            lora=read_section(LoraSettings, entries, sockets),
-            optimizer=read_section(OptimizerConfig, entries, sockets),
-            output=OutputConfig(folder=str(folders.folder_in_output("devicebridge/plan", "plan"))),
-        )
+        output = OutputConfig(folder=str(folders.folder_in_output("devicebridge/plan", "plan")))
+        job = model.job(dataset, output=output, **read_sections(entries, sockets, train={"steps": steps}))
         known = parse_cards(cards) if cards.strip() else []
         view = host.NodeView(cls.hidden.unique_id)
         try:

@@ -112,6 +112,14 @@ def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Map
         raise ValueError("\n".join(lines)) from error
 
 
+def read_sections(
+    entries: Sequence[Socket | io.Input], given: Mapping[str, Any], **more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Every section that a node has sockets of, by its name; more: by section, settings that the node decides."""
+    owners = {each.key.section: each.key.owner for each in entries if isinstance(each, Socket)}
+    return {name: read_section(owner, entries, given, **more.get(name, {})) for name, owner in owners.items()}
+
+
 # ---- what is typed into text fields
 
 

@@ -17,7 +17,7 @@ from .captions import DEFAULT_FOLDER, encode_texts
 from .host import folders, io
 from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
 from .saying import said_on_node, training_schema
-from .sockets import LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
+from .sockets import LATER, Socket, make_inputs, read_lines, read_number_or_name, read_sections
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -282,11 +282,11 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     Raises: ValueError for a setting that is refused, a name that leads out of the output folder, or a CLIP to be
     trained whose files nobody knows."""
     folder = run_folder(plain_name(sockets["name"]))
-    read = partial(read_section, entries=_INPUTS, given=sockets)
-    lora = read(config.LoraSettings)
-    cache = dataset.cache or config.CacheConfig(folder=str(folders.folder_in_output(DEFAULT_FOLDER, "cache")))
     draws = bool(sockets.get("sample_prompts", "").strip())
-    if lora.text_encoder:  # the files of the CLIP that is trained
+    decided = {"output": {"folder": str(folder)}, "samples": {"vae": dataset.vae_file if draws else ""}}
+    made = read_sections(_INPUTS, sockets, **decided)
+    cache = dataset.cache or config.CacheConfig(folder=str(folders.folder_in_output(DEFAULT_FOLDER, "cache")))
+    if made["lora"].text_encoder:  # the files of the CLIP that is trained
         if cache.text_source and not dataset.clip_files:
             raise ValueError(
                 "text_encoder trains the CLIP itself, and the file of the one that encoded the captions is not known; "
@@ -294,19 +294,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
                 "Load CLIP or DualCLIPLoader, or switch text_encoder off"
             )
         cache = replace(cache, stock_clip=dataset.clip_files, stock_clip_type=dataset.clip_type)
-    return model.job(
-        dataset,
-        evaluation=dataset.evaluation,
-        cache=cache,
-        train=read(config.LoopConfig),
-        lora=lora,
-        objective=read(config.ObjectiveConfig),
-        optimizer=read(config.OptimizerConfig),
-        parallel=read(config.ParallelConfig),
-        schedule=read(config.ScheduleConfig),
-        output=read(config.OutputConfig, folder=str(folder)),
-        samples=read(config.SamplesConfig, vae=dataset.vae_file if draws else ""),
-    )
+    return model.job(dataset, evaluation=dataset.evaluation, cache=cache, **made)
 
 
 def describe_result(result: TrainingResult, resume: config.Resume | None) -> str:
