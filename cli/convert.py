@@ -23,7 +23,7 @@ from ..system.files import read_ordinary, write_atomically
 from ..system.telling import printable, say
 from .other_trainers import MOST_BYTES, Made, Values, flat, read_values, rows_of, tables
 
-_WITHOUT_DECAY = ("adam", "adam8bit", "adam_8bit", "prodigy", "adafactor")  # where weight_decay is not said
+_WITHOUT_DECAY = {"adam", "adam8bit", "adam_8bit", "prodigy", "adafactor"}  # where weight_decay is not said
 _MARKS = {  # of each trainer's files, looked for in this order
     "ai-toolkit": "process",
     "OneTrainer": "training_method concept_file_name concepts text",
@@ -212,13 +212,11 @@ def _one_trainer(made: Made, values: Any) -> None:
     if isinstance(values, dict):
         file = values.get("sample_definition_file_name")
         samples = values.get("samples") or (made.read_beside(file) if file and made.find(file) else ())
-        made.take(
-            dict(flat(_without(values, "concepts", "concept_file_name", "samples", "sample_definition_file_name")))
-        )
+        apart = ("concepts", "concept_file_name", "samples", "sample_definition_file_name")
+        made.take(dict(flat(_without(values, *apart))))
         made.take({"samples": [each for each in samples if each.get("enabled", True)]})
-        concepts = values.get("concepts") or (
-            made.read_beside(values["concept_file_name"]) if "concept_file_name" in values else ()
-        )
+        listed = values.get("concept_file_name")
+        concepts = values.get("concepts") or (made.read_beside(listed) if listed is not None else ())
     for each in concepts:
         if each.get("type") == "VALIDATION" or each.get("validation_concept"):
             made.set("evaluation.folder", each["path"])
@@ -267,9 +265,8 @@ def _simple_tuner(made: Made, values: Any) -> None:
         made.take_folders([{**lines, **each}], whole)
         size, kind = made.own.pop("resolution", None), made.own.pop("resolution_type", "pixel_area")
         if kind == "pixel":
-            made.leave(
-                "resolution_type", kind, "a size is that of a square of the same area here, not the shorter side"
-            )
+            reason = "a size is that of a square of the same area here, not the shorter side"
+            made.leave("resolution_type", kind, reason)
         if size and made.folders:  # an area is given in megapixels
             made.folders[-1]["resolutions"] = [round(1024 * math.sqrt(float(size)) if kind == "area" else float(size))]
 
@@ -303,9 +300,8 @@ def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
     _name_further_lines(made)
     _draw_noise(made)
     names = [name for name, row in rows_of(made.trainer).items() if row == ["optimizer.name", "optimizers"]]
-    if made.get("optimizer.weight_decay") is None and {str(made.given.get(each)).lower() for each in names} & {
-        *_WITHOUT_DECAY
-    }:
+    optimizers = {str(made.given.get(each)).lower() for each in names}
+    if made.get("optimizer.weight_decay") is None and optimizers & _WITHOUT_DECAY:
         made.set("optimizer.weight_decay", 0.0)
     defaults = tables()["defaults"].get(made.trainer, {}) if own["is_job"] else {}
     for key, value in defaults.items():
@@ -398,9 +394,8 @@ def _draw_noise(made: Made) -> None:
         return  # it is listed
     if made.trainer == "kohya" and str(given[name]).lower() in ("sigmoid", "uniform"):
         if made.get("objective.shift") not in (None, 1):
-            made.leave(
-                "discrete_flow_shift", given["discrete_flow_shift"], f"it has no effect there with {name} {given[name]}"
-            )
+            reason = f"it has no effect there with {name} {given[name]}"
+            made.leave("discrete_flow_shift", given["discrete_flow_shift"], reason)
         made.set("objective.shift", 1.0)
     elif made.get("objective.shift") is None and not given.get("dynamic_timestep_shifting"):
         made.set("objective.shift", shift)
@@ -411,9 +406,8 @@ def _count_steps(made: Made) -> None:
     images = 0
     for each in made.folders:
         sizes = each.get("resolutions") or made.get("data.resolutions") or [0]
-        images += (
-            len(_images(each)) * each.get("repeats", 1) * (1 if made.trainer == "OneTrainer" else len(sizes))
-        )  # it draws one
+        draws = 1 if made.trainer == "OneTrainer" else len(sizes)  # it draws one
+        images += len(_images(each)) * each.get("repeats", 1) * draws
     per_step = (made.get("train.batch_size") or 1) * (made.get("train.gradient_accumulation_steps") or 1)
     keys = {"epochs": "train.steps", "save_epochs": "output.save_every_steps", "sample_epochs": "samples.every_steps"}
     for name, key in keys.items():

@@ -165,9 +165,8 @@ def _ask_comfyui(python: Path | None) -> dict[str, Any]:
         # What it has changed of what the pack relies on, asked in its own Python; takes seconds.
         told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
         facts["contract"] = json.loads(told or "null")
-        facts["python_fault"] = (
-            (facts["contract"] or {}).get("import_fault", "") if told else f"{found.python} does not start it"
-        )
+        fault = f"{found.python} does not start it"
+        facts["python_fault"] = facts["contract"]["import_fault"] if told else fault
     return facts
 
 
@@ -178,8 +177,6 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
     lines, told = [f"  DeviceBridge in its custom_nodes: {place}"], facts["contract"]
     if facts["python_fault"]:
         lines.append(f"  what the pack relies on in it: not asked; {facts['python_fault']}")
-    elif told is None:
-        lines.append("  what the pack relies on in it: could not be read")
     elif not told["faults"]:
         lines.append(f"  what the pack relies on in it: all {len(compat.NEEDS)} parts are there")
     else:
@@ -221,21 +218,19 @@ def _too_few(facts: dict[str, Any]) -> str:
     return "" if count > 1 else f"needs two GPUs or more; torch finds {count}"
 
 
+def _no_comfyui(facts: dict[str, Any]) -> str:
+    return "" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder, or run `comfy install`"
+
+
 def _split_model(facts: dict[str, Any]) -> str:
     """ComfyUI may run in another environment than this one; the cards are the same."""
     if not facts["devices"]:
         return _missing(facts, "torch")
-    why = _too_few(facts) or ("" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder")
-    why = why or facts.get("python_fault", "")
+    why = _too_few(facts) or _no_comfyui(facts) or facts.get("python_fault", "")
     return why or ((facts.get("contract") or {}).get("refused") or {}).get("DeviceBridgeSplitModel", "")
 
 
-def _workflows(facts: dict[str, Any]) -> str:
-    if facts["comfyui"] is None:
-        return "no ComfyUI was found; set COMFYUI_PATH to its folder, or run `comfy install`"
-    return "" if facts["comfy_cli"] else "comfy-cli is missing (pip install comfy-cli)"
-
-
+_NO_CLIENT = "comfy-cli is missing (pip install comfy-cli)"
 _NO_GPU = "torch finds no GPU; training runs on the CPU"
 _FEATURES: tuple[tuple[str, Judge], ...] = (
     ("Split Model Across GPUs (sampling in ComfyUI)", _split_model),
@@ -244,5 +239,8 @@ _FEATURES: tuple[tuple[str, Judge], ...] = (
     ("LoRA training split over GPUs", lambda facts: _training(facts) or _too_few(facts)),
     ("LoRA training on videos", lambda facts: _missing(facts, *_TRAINING, "av")),
     ("encoding captions and images", lambda facts: _missing(facts, *_TRAINING, "transformers")),
-    ("devicebridge run (ComfyUI workflows without a browser)", _workflows),
+    (
+        "devicebridge run (ComfyUI workflows without a browser)",
+        lambda facts: _no_comfyui(facts) or ("" if facts["comfy_cli"] else _NO_CLIENT),
+    ),
 )

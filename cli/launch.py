@@ -76,7 +76,7 @@ def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int
             if place.rank == 0:
                 say(f"devicebridge: {stopped}")
         except Exception as error:
-            is_foreseen = isinstance(error, (ValueError, RuntimeError, OSError)) and not _is_of_a_device(error)
+            is_foreseen = isinstance(error, (ValueError, RuntimeError, OSError))  # as in one process
             # Where a job is refused, the command that started all ends as it would alone: torchrun would add a
             # traceback of its own to every code but 0.
             if known is not None and (isinstance(error, ValueError) or getattr(error, "is_refusal", False)):
@@ -97,16 +97,3 @@ def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int
     if known is not None and place.rank == 0:
         known.say_code(code)
     return 0
-
-
-def _is_of_a_device(error: BaseException) -> bool:
-    """Whether a library has raised it: out of memory, or an error of the device."""
-    import torch
-
-    kinds = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))  # since 2.8
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, kinds):
-            return True
-        found = found.__cause__
-    return False

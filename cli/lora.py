@@ -102,15 +102,13 @@ def run(options: argparse.Namespace) -> int:
         if options.tool == "extract":
             made = tools.extract(options.tuned, options.base, options.rank, dtype or tools.DTYPES["bfloat16"])
         elif options.tool == "convert":
-            made = lora_convert.convert(
-                stack.enter_context(tools.open_lora(options.file)), options.to, options.family, dtype
-            )
+            file = stack.enter_context(tools.open_lora(options.file))
+            made = lora_convert.convert(file, options.to, options.family, dtype)
         else:
             if options.tool == "resize" and not options.rank and options.energy == 1:
                 raise ValueError(f"{options.file} is resized to --rank, --energy or both; give one")
-            weighted = (
-                [(options.file, getattr(options, "by", 1.0))] if options.tool != "merge" else _weighted(options.files)
-            )
+            one = [(getattr(options, "file", None), getattr(options, "by", 1.0))]
+            weighted = _weighted(options.files) if options.tool == "merge" else one
             files = [(stack.enter_context(tools.open_lora(path)), weight) for path, weight in weighted]
             base = stack.enter_context(open_base(getattr(options, "base", None)))
             asked = tools.Combined(getattr(options, "rank", 0), getattr(options, "energy", 1.0), dtype, base)
@@ -186,9 +184,8 @@ def report(facts: dict[str, Any], *, show_all: bool = False) -> str:
         lines.append(f"model: no family of known names; metadata say {said or 'nothing'}")
     if "unread" in facts:
         unread = facts["unread"]
-        lines.append(
-            f"ComfyUI's loader maps all but {len(unread)} tensors" + (f", such as {unread[0]}" if unread else "")
-        )
+        such = f", such as {unread[0]}" if unread else ""
+        lines.append(f"ComfyUI's loader maps all but {len(unread)} tensors{such}")
     shown = layers if show_all else sorted(layers, key=lambda each: -each["norm"])[:_LARGEST]
     lines.append("changes, as norms" if show_all else f"the {len(shown)} largest changes, as norms")
     for each in shown:

@@ -119,12 +119,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
     what = "show the trainings of a ComfyUI, and its queue of those in the background"
     add = new("jobs", _command("queue", "jobs"), what).add_argument
-    add(
-        "folder", type=Path, nargs="?", help="the folder of the runs, output/devicebridge of a ComfyUI; found otherwise"
-    )
-    add(
-        "--user-directory", type=Path, metavar="FOLDER", help="of that ComfyUI; the folder user beside output otherwise"
-    )
+    add("folder", type=Path, nargs="?", help="folder of the runs, output/devicebridge of a ComfyUI; found otherwise")
+    add("--user-directory", type=Path, metavar="FOLDER", help="of that ComfyUI; user beside output otherwise")
     add("--stop", metavar="RUN", help="have a run end its step, save, and stop")
     add("--all", **flag, help="show all runs, not the newest 200 and those under way")
     add("--json", **flag, help="print as JSON")

@@ -236,12 +236,11 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
         seen_queue().kept.keep(run.job)  # what the run is resumed from, though no queue started it
     except (OSError, ValueError) as error:
         _log.warning("the sidebar's tab will ask before it resumes %s: %s", run.job.output.folder, error)
+    how: dict[str, Any] = {"resume": run.resume, "on_event": view, "should_stop": host.is_cancelled}
     with host.host_memory_freed():
         if run.job.parallel.processes > 1:
-            return run_in_processes(
-                run.job, resume=run.resume, on_event=view, should_stop=host.is_cancelled, native=own_command()
-            )
-        return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=host.is_cancelled)
+            return run_in_processes(run.job, **how, native=own_command())
+        return run_job(run.job, info=info, **how)
 
 
 def _start_in_background(run: NextRun, info: CheckpointInfo | None, view: JobView) -> io.NodeOutput:

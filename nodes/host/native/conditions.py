@@ -41,9 +41,8 @@ class HostConditioner:
                     return self._with_references(parts)
                 return self._read_with_text(parts) if way.reads_text else self._video(parts)
             except (ImportError, AttributeError) as error:
-                raise ValueError(
-                    f'this ComfyUI lacks what data.condition = "{parts.way}" asks of it ({error}); update it'
-                ) from error
+                missing = f'this ComfyUI lacks what data.condition = "{parts.way}" asks of it ({error}); update it'
+                raise ValueError(missing) from error
 
     def _with_references(self, parts: ConditionParts) -> Any:
         from comfy_extras.nodes_edit_model import ReferenceLatent

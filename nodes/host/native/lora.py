@@ -102,9 +102,7 @@ def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
     values = itertools.zip_longest(_WEIGHTS.get(name, ()), getattr(adapter, "weights", ()))
     layer = {kind: each for kind, each in values if each is not None}
     if not layer or not all(layer):
-        raise ValueError(
-            f"{key} has an adapter of the kind {name}, which is not trained here; give a LoRA, LoKr, LoHa or OFT"
-        )
+        raise ValueError(f"{key} has an adapter of the kind {name}, not trained here; give a LoRA, LoKr, LoHa or OFT")
     return dict(with_strength(layer))
 
 
@@ -115,9 +113,7 @@ def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: 
     downs, ups = [], []
     for place, layer in parts:
         if set(layer) != {A, B}:
-            raise ValueError(
-                f"{key} has DoRA, LoKr, LoHa or OFT of some of its rows, which is not read; give plain LoRA"
-            )
+            raise ValueError(f"{key} has DoRA, LoKr, LoHa or OFT of some rows, which is not read; give plain LoRA")
         _, offset, *function = (place,) * 2 if isinstance(place, str) else place
         up = function[0](layer[B]) if function and function[0] is not None else layer[B]
         offset = (0, 0, num_rows) if isinstance(offset, str) or offset is None else offset

@@ -94,9 +94,8 @@ class ComfyModel:
         made = list(map(self._noised, self._levels(wide, len(sizes)), *parts))
         noisy, target = (torch.cat(each, dim=-1) for each in zip(*made, strict=True))
         if noise_mask is not None:
-            kept = self._base.scale_latent_inpaint(
-                x=noisy, sigma=wide, noise=noise.double(), latent_image=clean, denoise_mask=noise_mask
-            )
+            own = {"noise": noise.double(), "latent_image": clean, "denoise_mask": noise_mask}
+            kept = self._base.scale_latent_inpaint(x=noisy, sigma=wide, **own)
             noisy = noisy * noise_mask + kept * (1 - noise_mask)
         return noisy.float(), target.float(), sigmas
 
@@ -435,9 +434,7 @@ def native_training() -> Iterator[None]:
     name = getattr(attention.optimized_attention, "__name__", "")
     # Not every class hands its options on, so this one may be called. The last is of a training around this one.
     if name not in (*_WITH_BACKWARD, _named_attention.__name__):
-        raise ValueError(
-            f"ComfyUI was started with {name}, whose backward is not known; start it without that option to train"
-        )
+        raise ValueError(f"ComfyUI was started with {name}, whose backward is not known; start it without that option")
     # Plain torch functions in the place of kernels without a backward; torch's own attention, too, for modules that
     # hand no options on, such as ERNIE's. Without a GPU ComfyUI's cuts its work by free memory; a forecast has none.
     kernels = [each for each in dir(comfy_kitchen) if each.startswith(_KERNELS)]

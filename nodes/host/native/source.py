@@ -59,9 +59,8 @@ def path_of_model(model: Any) -> Path:
     """The file that a stock MODEL came from. Raises: ValueError if something was done to it since, or nobody knows."""
     found = ["object_patches"] * bool(model.object_patches) + attached_to(model)
     if found := [each for each in found if each != "additional_models"]:  # copies on other cards
-        raise ValueError(
-            f"the stock MODEL has {', '.join(found)} (a LoRA's, say), which training would leave out; {AS_LOADED}"
-        )
+        what = f"the stock MODEL has {', '.join(found)} (a LoRA's, say), which training would leave out"
+        raise ValueError(f"{what}; {AS_LOADED}")
     given = given_to_loader(model, "load_diffusion_model", "load_checkpoint_guess_config")
     if given is None:
         raise ValueError(

@@ -56,9 +56,8 @@ def attach_text_encoders(
     clip = load_clip_files(files, kind, path)
     name = HostClip(clip)
     if name.fingerprint != fingerprint:
-        raise ValueError(
-            f"cache.text_source names {fingerprint!r}, but cache.stock_clip is {name.fingerprint!r}; give that one"
-        )
+        found = f"cache.stock_clip is {name.fingerprint!r}"
+        raise ValueError(f"cache.text_source names {fingerprint!r}, but {found}; give that one")
     refuse_other_class(name, wanted)
     name.release()
     stage = clip.cond_stage_model
@@ -70,9 +69,7 @@ def attach_text_encoders(
             module.__class__ = _PLAIN[plain]
         elif any(key in module._parameters for key in ("weight", "bias")):
             found = f"{type(module).__name__} in {module.weight.dtype}"
-            raise ValueError(
-                f"{part} of cache.stock_clip is a {found}, which is not trained; name files in 16 or 32 bits"
-            )
+            raise ValueError(f"{part} of cache.stock_clip is a {found}, not trained here; name files in 16 or 32 bits")
     for layer in _layers(stage):
         layer.forward = InPlaceGuard(layer)
     model.add_module(TEXT_ENCODERS, stage.to(device=device, dtype=torch.float32).eval())
