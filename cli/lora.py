@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> int:
         else:
             if options.tool == "resize" and not options.rank and options.energy == 1:
                 raise ValueError(f"{options.file} is resized to --rank, --energy or both; give one")
-            one = [(getattr(options, "file", None), getattr(options, "by", 1.0))]
-            weighted = _weighted(options.files) if options.tool == "merge" else one
+            by = getattr(options, "by", 1.0)
+            weighted = _weighted(options.files) if options.tool == "merge" else [(options.file, by)]
             files = [(stack.enter_context(tools.open_lora(path)), weight) for path, weight in weighted]
             base = stack.enter_context(open_base(getattr(options, "base", None)))
             asked = tools.Combined(getattr(options, "rank", 0), getattr(options, "energy", 1.0), dtype, base)
