@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,7 @@ from torch import nn
 
 from .checkpoints.checkpoint import CheckpointInfo
 from .checkpoints.load import load_through_cache, load_transformer
-from .config.model import Strategy, shares_rows
-from .execution import ExecutionPlan
+from .config.model import Strategy, has_stages, holds_copies, shares_rows
 from .families.comfy.token_plans import plan_of
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
@@ -25,7 +25,7 @@ from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
-from .quantization.quantize import Quantizer, QuantizeReport
+from .quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,13 +35,48 @@ AttachAdapter = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True)
-class Assembled:
-    """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them.
-
-    weight_offload.remove() must be called before the model is dropped: it lets go of pinned memory.
+class ExecutionPlan:
+    """How a model is loaded, placed and trained. There is no "auto" in it; devices are found, and None means no.
 
     Args:
-        replicas: the same on further devices, as the placement says. model calls all of them where they share out rows.
+        dtype: of what is not quantized, and of activations.
+        quantized_cache: folder that keeps quantized weights for the next time.
+        ahead: how many microbatches a pipeline runs ahead.
+        kept_blocks, offloaded_blocks: with gradient_checkpointing, per device, how many of its last blocks keep their
+            activations, and how many stream from host memory; () none. offloads: whether inputs wait there.
+        compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown.
+    """
+
+    placement: Placement
+    dtype: torch.dtype
+    quantize: QuantizeSettings | None = None
+    quantized_cache: Path | None = None
+    strategy: Strategy = "none"
+    ahead: int | None = None
+    gradient_checkpointing: bool = True
+    kept_blocks: tuple[int, ...] = ()
+    offloaded_blocks: tuple[int, ...] = ()
+    offloads: bool = False
+    compiled_shapes: int | None = None
+
+    def __post_init__(self) -> None:
+        needs_recompute = any(self.offloaded_blocks) or self.offloads
+        assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
+        assert not (self.placement.replicas and any(self.offloaded_blocks)) or self.placement.row_shares, (
+            "these blocks are all on their cards"
+        )
+        assert not self.placement.replicas or holds_copies(self.strategy), "only data and tokens train replicas"
+        assert bool(self.placement.row_shares) == shares_rows(self.strategy), "only tokens shares out rows"
+        assert not shares_rows(self.strategy) or len({*self.kept_blocks}) < 2 > len({*self.offloaded_blocks}), (
+            "devices meet in blocks that are alike"
+        )
+        assert (self.ahead is None) != has_stages(self.strategy), "only a pipeline runs ahead"
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A model ready to train. split.remove() takes the bridge off; weight_offload.remove() lets go of pinned memory,
+    before the model is dropped. replicas: the same on further devices; model calls all where they share out rows.
     """
 
     model: nn.Module
@@ -63,16 +98,12 @@ class Assembled:
 
 
 def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
-    """Load a transformer straight onto its devices and make it trainable as the plan says.
-
-    What the plan asks for and torch cannot do (compiling) is logged and left out. attach_adapter adds the LoRA in
-    place.
-    """
+    """Load a transformer straight onto its devices and make it trainable as the plan says; compiling that torch cannot
+    do is logged and left out. attach_adapter adds the LoRA in place."""
     placement = plan.placement
-    # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
-    #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
-    #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
-    #    What will be in host memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
+    # 1. Every tensor goes from the file to its device, for none could hold the whole model. A layer is quantized before
+    #    the next is read, for the same reason, and before LoRA exists, which it must not catch. What will be in host
+    #    memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
     quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
     placements = [placement.on(device) for device in placement.replicas] or [placement]
     plans = [_of_one(plan, index, each) for index, each in enumerate(placements)]
@@ -118,10 +149,8 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
 def assemble_sharded(
     info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter, mesh: DeviceMesh
 ) -> Assembled:
-    """As above, for a model whose weights several processes share (FSDP2). The LoRA is whole on each of them.
-
-    It is attached when the weights are shared out already, so that FSDP knows nothing of it.
-    """
+    """As above, for a model whose weights several processes share (FSDP2). The LoRA is attached afterwards, so FSDP
+    knows nothing of it, and is whole on each of them."""
     from .parallel.ranks.sharded import (  # brings DTensor, which nobody else needs
         checkpointed,
         load_sharded,
@@ -185,10 +214,8 @@ def _finish(
 def _first_places(
     info: CheckpointInfo, placement: Placement, offload: WeightOffload | None, dtype: torch.dtype
 ) -> Callable[[str], torch.device]:
-    """Where each tensor goes from the file: its device, or the host at once if it is to stay there.
-
-    What the file has in 8 bits is dequantized on its card, as without weight offload, for the same bits.
-    """
+    """Where each tensor goes from the file: its device, or the host at once if it is to stay there. What the file has
+    in 8 bits is dequantized on its card, as without weight offload, for the same bits."""
 
     def place(name: str) -> torch.device:
         record = info.tensors.get(name)

@@ -49,7 +49,7 @@ import torch  # noqa: E402
 from devicebridge.checkpoints.checkpoint import CheckpointInfo  # noqa: E402
 from devicebridge.config.job import make_job  # noqa: E402
 from devicebridge.families.comfy.inputs import COND  # noqa: E402
-from devicebridge.jobs.resolve import limited, search_space  # noqa: E402
+from devicebridge.jobs.resolve import why_no_stages  # noqa: E402
 from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.planning.cards import parse_cards  # noqa: E402
@@ -57,7 +57,7 @@ from devicebridge.planning.costs import ModelCosts  # noqa: E402
 from devicebridge.planning.dry_run import SampleText  # noqa: E402
 from devicebridge.planning.plan import describe_plan, plan_training  # noqa: E402
 from devicebridge.planning.question import Question  # noqa: E402
-from devicebridge.planning.refusal import is_possible  # noqa: E402
+from devicebridge.planning.search import is_possible  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from provenance import print_or_write, say  # noqa: E402
 from random_checkpoint import write_hollow  # noqa: E402
@@ -86,10 +86,10 @@ def question_of(info: CheckpointInfo, costs: ModelCosts, cards: str, scheme: str
             "output": {"folder": "run"},
         }
     )
-    space = limited(search_space(job), info.family.native, costs._model)
+    without = frozenset({"pipeline"} if why_no_stages(info.family.native, costs._model) else ())
     text = SampleText({COND: torch.zeros(WAN.context)})
     size = tuple(OPTIONS.size)
-    return Question(costs, space, tuple(parse_cards(cards)), size, OPTIONS.frames or 1, text=text)
+    return Question(costs, job, tuple(parse_cards(cards)), size, OPTIONS.frames or 1, text=text, without=without)
 
 
 def rows(info: CheckpointInfo, costs: ModelCosts) -> list[dict[str, Any]]:
@@ -103,7 +103,8 @@ def rows(info: CheckpointInfo, costs: ModelCosts) -> list[dict[str, Any]]:
                 if OPTIONS.frames:
                     say(f"{cards}, {scheme}, {strategy}\n{describe_plan(plan_training(question))}")
                     continue
-                kept = dataclasses.replace(question, space=dataclasses.replace(question.space, offloads=(False,)))
+                train = dataclasses.replace(question.job.train, offload_activations="off")
+                kept = dataclasses.replace(question, job=dataclasses.replace(question.job, train=train))
                 row = {"cards": cards, "quantize": scheme, "strategy": strategy, "frames": longest_clip(kept)}
                 row["with host memory"] = longest_clip(question)
                 say(str(row))

@@ -21,7 +21,6 @@ from devicebridge.data.samples import BatchOrder, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
-from devicebridge.jobs.resolve import search_space
 from devicebridge.parallel.devices import available_devices
 from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
 from devicebridge.parallel.offload.weights import WeightOffload
@@ -324,7 +323,7 @@ def make_question(
     """
     assert info.variant is not None
     costs, given = costs or ModelCosts(info, info.variant), None if cuts is None else tuple(cuts)
-    return Question(costs, search_space(job), tuple(cards), (side, side), cuts=given)
+    return Question(costs, job, tuple(cards), (side, side), cuts=given)
 
 
 def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:

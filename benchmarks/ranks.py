@@ -41,11 +41,14 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / "bootstrap.py"))["load_
 import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from devicebridge.assembly import assemble_for_training, assemble_sharded  # noqa: E402
+from devicebridge.assembly import (  # noqa: E402
+    ExecutionPlan,
+    assemble_for_training,
+    assemble_sharded,
+)
 from devicebridge.checkpoints.checkpoint import read_checkpoint  # noqa: E402
 from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
 from devicebridge.config.job import LoraSettings  # noqa: E402
-from devicebridge.execution import ExecutionPlan  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, memory_in_use, reset_peaks  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
 from devicebridge.parallel.ranks.across import AcrossRanks  # noqa: E402

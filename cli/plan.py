@@ -19,7 +19,7 @@ from ..jobs.job import plan_job
 from ..jobs.resolve import find_machine
 from ..planning.cards import cards_of, parse_cards
 from ..planning.plan import describe_plan, plan_values
-from ..planning.sampling_forecast import SampledModel, forecast_sampling
+from ..planning.times import SampledModel, forecast_sampling
 from ..system.telling import say
 from .jobs import each_model
 from .native import enter, prepared

@@ -15,7 +15,6 @@ _Quantiles = Annotated[tuple[Annotated[float, Range(0.001, 0.999)], ...], Field(
 _Sizes = Annotated[tuple[Annotated[int, Range(1, 8192)], ...], Field(max_length=100)]
 _Text = Annotated[str, Field(max_length=10_000)]
 MOST_REPEATS = 10_000
-_NO_CAPTIONS = "to train without captions, leave out their files"
 
 
 def _check_template(text: str) -> str:
@@ -121,7 +120,7 @@ class DataConfig:
     resolutions: Annotated[_Sizes, Field(min_length=1)] = (512,)
     max_aspect_ratio: Annotated[float, Range(1.0, 100.0)] = 2.0
     bucket_step: Annotated[int, Range(0, 1024)] = 0
-    caption_dropout: Annotated[float, Range(0.0, 0.9, hint=_NO_CAPTIONS)] = 0.0
+    caption_dropout: Annotated[float, Range(0.0, 0.9)] = 0.0
     caption_lines: bool = False
     shuffle_tags: bool = False
     keep_tags: Annotated[int, Range(0, 1000)] = 0

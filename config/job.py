@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -43,18 +43,6 @@ Resume = bool | Literal["continue"]  # whether a run goes on: as it was, or with
 _MAX_JOB_BYTES = 10_000_000
 _MOST_ENTRIES = 10_000  # of a list or a section
 _MOST_PROBLEMS, _LONGEST_PROBLEM = 20, 600  # that a message spells out
-# What keys are called elsewhere (kohya's scripts, ai-toolkit, diffusion-pipe, OneTrainer) -> the path here.
-_FROM_OTHER_TRAINERS = {
-    "lr": "optimizer.learning_rate",
-    "unet_lr": "optimizer.learning_rate",
-    "max_train_steps": "train.steps",
-    "network_dim": "lora.rank",
-    "network_alpha": "lora.alpha",
-    "gradient_accumulation": "train.gradient_accumulation_steps",
-    "resolution": "data.resolutions",
-    "train_data_dir": "data.folders",
-    "output_dir": "output.folder",
-}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -214,8 +202,6 @@ def _describe(problem: Any) -> str:
     if problem["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         name = str(problem["loc"][-1])
         near = [each.path for each in job_keys().values() if each.name == name]  # of another section
-        if not near and name in _FROM_OTHER_TRAINERS:
-            near = [_FROM_OTHER_TRAINERS[name]]
         section = ".".join(part for part in problem["loc"][:-1] if isinstance(part, str))
         beside = [each.name for each in job_keys().values() if each.section == section]
         near = near or difflib.get_close_matches(name, beside or list(get_type_hints(JobConfig)), n=1)
@@ -256,9 +242,8 @@ def job_to_dict(job: JobConfig) -> dict[str, dict[str, Any]]:
 
 def paths_of(job: JobConfig) -> Iterator[tuple[str, str]]:
     """Every file and folder that a job names, with its key; those of ComfyUI may be names in its folders."""
-    values = job_to_dict(job)
-    for key in job_keys().values():
-        for section in _sections(values, key.section.split(".")) if key.is_path or key.path in STOCK_FILES else ():
+    for key, _, section in _sections(job_to_dict(job)):
+        if key.is_path or key.path in STOCK_FILES:
             given = section[key.name]
             yield from ((key.path, each) for each in (given if isinstance(given, list) else [given]) if each)
 
@@ -330,14 +315,11 @@ _NOTHING = object()  # in the place of a setting of a section that is not there
 
 def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
     """By key; of a list of sections each by its number, as data.folders.0.repeats. Paths are without links."""
-    values, found = job_to_dict(job), {}
-    lists = {key.section for key in job_keys().values()}  # a section inside one comes by its keys
-    for key in job_keys().values():
-        if key.path in left_out or key.path in lists:
-            continue
-        for index, each in enumerate(_sections(values, key.section.split("."))):
+    found = {}
+    for key, index, section in _sections(job_to_dict(job)):
+        if key.path not in left_out:
             number = f"{index}." if "." in key.section else ""
-            value = each[key.name]
+            value = section[key.name]
             is_full = key.is_path and isinstance(value, str) and os.path.isabs(value)
             found[f"{key.section}.{number}{key.name}"] = os.path.realpath(value) if is_full else value
     return found
@@ -355,18 +337,15 @@ def shared_settings(job: JobConfig) -> dict[str, list[Any]]:
     Left out is what may differ by machine: paths, devices, and what each process decides for itself. Of paths of the
     data it says which are given.
     """
-    values, found = job_to_dict(job), {}
-    own = _OF_A_MACHINE | {key.section for key in job_keys().values()}  # a section inside one comes by its keys
-    for key in job_keys().values():
+    found: dict[str, list[Any]] = {}
+    for key, _, values in _sections(job_to_dict(job)):
         section = key.section.split(".")[0]
         is_shared = not key.is_free or key.path in _AGREED or section == "samples"
-        if section == "split" or key.path in own or not is_shared:
+        if section == "split" or key.path in _OF_A_MACHINE or not is_shared:
             continue
-        given = [each[key.name] for each in _sections(values, key.section.split("."))]
-        if not key.is_path:
-            found[key.path] = given
-        elif section in ("data", "evaluation"):
-            found[key.path] = [bool(each) for each in given]
+        if not key.is_path or section in ("data", "evaluation"):
+            value = values[key.name]
+            found.setdefault(key.path, []).append(bool(value) if key.is_path else value)
     return found
 
 
@@ -375,14 +354,13 @@ def _anchor_paths(values: dict[str, Any], base: Path) -> None:
 
     A model that ComfyUI builds may also be the name of a file in its folders, which it alone knows.
     """
-    for key in job_keys().values():
-        for section in _sections(values, key.section.split(".")) if key.is_path else ():
-            may_be_name = key.path == "model.path" and section.get("family") == COMFYUI
-            given = section.get(key.name)
-            if isinstance(given, list):
-                section[key.name] = [_anchored(each, base) for each in given]
-            elif key.name in section:
-                section[key.name] = _anchored(given, base, may_be_name=may_be_name)
+    for key, _, section in _sections(values):
+        may_be_name = key.path == "model.path" and section.get("family") == COMFYUI
+        given = section.get(key.name)
+        if key.is_path and isinstance(given, list):
+            section[key.name] = [_anchored(each, base) for each in given]
+        elif key.is_path and key.name in section:
+            section[key.name] = _anchored(given, base, may_be_name=may_be_name)
 
 
 def _anchored(given: Any, base: Path, *, may_be_name: bool = False) -> Any:
@@ -398,13 +376,13 @@ def _anchored(given: Any, base: Path, *, may_be_name: bool = False) -> Any:
     return given if may_be_name and not path.exists() else os.path.realpath(path)  # which takes links in a circle
 
 
-def _sections(values: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The section of that name; of a list of sections each."""
-    if isinstance(values, list):
-        for each in values:
-            yield from _sections(each, names)
-    elif isinstance(values, dict):
-        if names:
-            yield from _sections(values.get(names[0]), names[1:])
-        else:
-            yield values
+def _sections(values: dict[str, Any]) -> Iterator[tuple[Key, int, dict[str, Any]]]:
+    """Each key, and the section that may have it; of a list of sections each, by its number."""
+    lists = {key.section for key in job_keys().values()}  # a section inside one comes by its keys
+    for key in job_keys().values():
+        outer, _, inner = key.section.partition(".")
+        section = values.get(outer)
+        within = section.get(inner) if inner and isinstance(section, dict) else section
+        for index, each in enumerate(within if inner and isinstance(within, list) else [within]):
+            if isinstance(each, dict) and key.path not in lists:
+                yield key, index, each

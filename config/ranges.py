@@ -40,17 +40,12 @@ _WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9Â
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may be, ends included; of a whole number's setting, whole ones.
-
-    Args:
-        or_zero: whether 0 is one of them too, meaning "off".
-        hint: what to do in place of a value outside; "" says the range alone.
-    """
+    """The numbers that a setting may be, ends included; of a whole number's setting, whole ones. or_zero: whether 0 is
+    one of them too, meaning "off"."""
 
     low: float
     high: float
     or_zero: bool = False
-    hint: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         kind = "whole number" if source is int else "number"
@@ -67,8 +62,8 @@ class Range:
         return core_schema.no_info_wrap_validator_function(check, handler(source))
 
     def describe(self, kind: str = "number") -> str:
-        ends = f"is {'0 or ' if self.or_zero else ''}a {kind} from {_spelt(self.low)} to {_spelt(self.high)}"
-        return f"{ends}; {self.hint}" if self.hint else ends
+        low, high = (str(each) if isinstance(each, int) else f"{each:g}" for each in (self.low, self.high))
+        return f"is {'0 or ' if self.or_zero else ''}a {kind} from {low} to {high}"
 
 
 def problems_of(error: ValidationError) -> list[Any]:
@@ -78,15 +73,8 @@ def problems_of(error: ValidationError) -> list[Any]:
     return [each for each in problems if each["type"] != "too_short" or each["loc"] not in outer]
 
 
-def _spelt(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
-
-
 def check_plain(text: str) -> str:
-    """The text of a path or a name, if no backslash of it was read as an escape.
-
-    Raises: ValueError for a control character.
-    """
+    """The text of a path or a name. Raises: ValueError for a control character, as backslashes read as escapes make."""
     if found := CONTROL.search(text):
         raise ValueError(
             f"holds the control character {found[0]!r}, which no name has; remove it. In a TOML file, {BACKSLASHES}"
@@ -95,10 +83,7 @@ def check_plain(text: str) -> str:
 
 
 def check_path(text: str) -> str:
-    """The text, if a file system can hold a path like it.
-
-    Raises: ValueError for a control character, or a part that is too long.
-    """
+    """The text. Raises: ValueError for a control character, or a part that is too long for a file system."""
     check_plain(text)
     for part in Path(text).parts:
         if len(os.fsencode(part)) > LONGEST_PART:
@@ -116,11 +101,8 @@ def _refuse_empty(text: str) -> str:
 
 
 def check_file_name(text: str) -> str:
-    """A file name that stays one with all endings that we add, beside our own files.
-
-    Raises: ValueError for folders in it, what this system refuses as a name, the name of a file of ours, or one that is
-        too long.
-    """
+    """A file name that stays one with all endings that we add. Raises: ValueError for folders in it, what this system
+    refuses as a name, the name of a file of ours, or one that is too long."""
     if not text or _IN_NO_NAME.search(text) or not text.isprintable():
         raise ValueError(
             f"output.name is a plain file name without folders, which does not begin with a dot, not {text!r}"
@@ -161,11 +143,8 @@ _MOST_PARTS = 20_000  # the parser takes seconds for these
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """Plain values.
-
-    Raises: UnicodeDecodeError for what is no UTF-8; ValueError saying where a text is no TOML, and what to do about a
-        backslash there, and for a text that is too long.
-    """
+    """Plain values. Raises: UnicodeDecodeError; ValueError for a text that is too long, or no TOML,
+    saying where, and what to do about a backslash there."""
     import tomlkit
 
     if (parts := data.count(b"\n") + data.count(b",")) > _MOST_PARTS:

@@ -29,14 +29,7 @@ def setting(
     old_words: Mapping[str, str] | None = None,
     gone: Mapping[str, str] | None = None,
 ) -> Any:
-    """A dataclass field.
-
-    Args:
-        is_free: whether a resumed run may change it: it decides neither what is trained nor in which order.
-        was: keys of older versions, "section.key", which still load.
-        old_words: values of older versions -> today's.
-        gone: values of older versions that nothing does any more -> what there is no more; the default is taken.
-    """
+    """A dataclass field; see Key."""
     words = {"old_words": old_words or {}, "gone": gone or {}}
     return dataclasses.field(default=default, metadata={"is_free": is_free, "was": was, **words})
 
@@ -47,10 +40,12 @@ class Key:
 
     Args:
         owner: class of its section.
-        text: all that is said of it.
         kind: its type; parts: all that the type is made of, ranges too.
         default: MISSING if it must be given.
-        is_free, was, old_words, gone: see setting.
+        is_free: whether a resumed run may change it: it decides neither what is trained nor in which order.
+        was: keys of older versions, "section.key", which still load.
+        old_words: values of older versions -> today's.
+        gone: values of older versions that nothing does any more -> what there is no more; the default is taken.
     """
 
     owner: type
@@ -87,7 +82,7 @@ class Key:
         return bool(_UNSET.search(self.text))
 
     def in_todays_words(self, value: Any) -> tuple[Any, str]:
-        """A value as this version has it, and a line about one of an older version; "" for one of today's."""
+        """A value as this version has it, and a line about one of an older version, else ""."""
         if isinstance(value, str) and (word := self.old_words.get(value)):
             return word, f'{self.path} = "{value}" is an older word for "{word}"; both mean the same'
         if isinstance(value, str) and (what := self.gone.get(value)):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ..assembly import ExecutionPlan
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..data.samples import EncodedSample, Sample, TrainingSample
-from ..execution import ExecutionPlan
 from ..families.comfy.inputs import ComfyReader
 from ..families.spec import ModelFamily, Variant
 from ..parallel.placement import Placement

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..assembly import ExecutionPlan
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
-from ..config.setting import requested
 from ..data.samples import TrainingSample
-from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
 from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, why_no_tokens
 from ..parallel.devices import CPU, device_title, find_device, find_devices, free_bytes, has_bf16, has_fp16
@@ -35,17 +34,7 @@ from ..planning.cards import Card, cards_of
 from ..planning.costs import ModelCosts, latent_shape_of
 from ..planning.dry_run import NoForecast, Work, forward_on_meta
 from ..planning.plan import TrainingPlan, describe_work, plan_training
-from ..planning.question import (
-    OFFLOADS,
-    OPTIMIZERS,
-    SCHEMES,
-    STRATEGIES,
-    Question,
-    SearchSpace,
-    Setting,
-    is_open,
-    strategies_on,
-)
+from ..planning.question import Question, Setting, candidates, is_open, strategies_on
 from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
 
@@ -134,9 +123,9 @@ def resolve(
     if earlier is not None and earlier.get("is_one_model") and job.parallel.requested is None:
         is_piped = job.train.gradient_accumulation_steps > 1 and len(machine.devices) > 1
         job = replace(job, parallel=replace(job.parallel, strategy="pipeline" if is_piped else "none"))
-    space = limited(search_space(job), subject.info.family.native, subject.model)
+    without = _left_out(subject)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
-    chosen = _first_of(space, machine.devices) if training is None else training.setting
+    chosen = _first_of(job, machine.devices, without) if training is None else training.setting
     job = replace(
         job,
         model=replace(job.model, quantize=chosen.scheme),  # type: ignore[arg-type]
@@ -150,35 +139,36 @@ def resolve(
         placement = training.placement
     if before is not None:
         placement = replace(before, blocks=placement.blocks)
+    asked, split = job.parallel.requested, job.split
     if training is None:
-        chosen = _first_of(space, placement.used_devices)
-    strategy = _strategy_of(subject, space, placement, chosen.strategy)
-    if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
-        also = "" if shares_rows(space.strategies[0]) else "train.gradient_accumulation_steps above 1 and "
-        _log.warning('parallel.strategy = "%s" needs %sseveral GPUs of one kind; left out', *space.strategies, also)
+        chosen = replace(chosen, strategy=_first_of(job, placement.used_devices, without).strategy)
+    strategy = _strategy_of(subject, job, placement, chosen.strategy)
+    if strategy == "none" and asked not in (None, "none"):
+        also = "" if shares_rows(asked) else "train.gradient_accumulation_steps above 1 and "
+        _log.warning('parallel.strategy = "%s" needs %sseveral GPUs of one kind; left out', asked, also)
     tail = tuple(subject.info.family.tail) if has_stages(strategy) else ()
     execution = ExecutionPlan(
         placement=replace(placement, tail=tail),
-        dtype=space.dtype,
+        dtype=getattr(torch, job.model.dtype),
         quantize=job.model.quantize_settings,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
         strategy=strategy,
         ahead=chosen.ahead if has_stages(strategy) else None,
-        gradient_checkpointing=space.is_checkpointing,
-        kept_blocks=space.uncheckpointed if training is None else training.uncheckpointed,
-        offloaded_blocks=space.offloaded if training is None else training.offloaded,
+        gradient_checkpointing=job.train.gradient_checkpointing,
+        kept_blocks=split.blocks_without_checkpointing if training is None else training.uncheckpointed,
+        offloaded_blocks=split.offloaded_blocks if training is None else training.offloaded,
         offloads=chosen.offloads,
         compiled_shapes=_shapes_to_compile(job, subject, strategy) if is_to_train else None,
     )
     return Resolution(job, execution, training)
 
 
-def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
+def _strategy_of(subject: Subject, job: JobConfig, placement: Placement, chosen: Strategy) -> Strategy:
     """What is chosen, as far as the model and a resumed run's placement can do it.
 
     On a resumed run's placement copies of the model stay copies, and one model stays one."""
     native = subject.info.family.native
-    if native is not None and native.hooks_children and any(space.offloaded):
+    if native is not None and native.hooks_children and any(job.split.offloaded_blocks):
         raise ValueError(
             f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
         )
@@ -220,37 +210,6 @@ def in_type_of_cards(resolved: Resolution, info: CheckpointInfo, ranks: Ranks) -
     return info, replace(execution, dtype=torch.float16)
 
 
-def search_space(job: JobConfig) -> SearchSpace:
-    """What a job leaves open, as candidates; the first is what every machine can do."""
-    scheme, optimizer = requested(job.model.quantize), requested(job.optimizer.name)
-    strategy, offload = job.parallel.requested, requested(job.train.offload_activations)
-    open_strategies = tuple(each for each in STRATEGIES if all(each in known for _, known in job.limits))
-    if job.train.compile != "off":  # blocks that meet others are not compiled
-        open_strategies = tuple(each for each in open_strategies if not shares_rows(each))
-    return SearchSpace(
-        schemes=SCHEMES if scheme is None else (scheme,),
-        optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
-        strategies=open_strategies if strategy is None else (strategy,),
-        offloads=OFFLOADS if offload is None else (offload == "on",),
-        ahead=job.parallel.microbatches_ahead,
-        split_at=job.split.split_at,
-        uncheckpointed=job.split.blocks_without_checkpointing,
-        offloaded=job.split.offloaded_blocks,
-        memory_limit_gb=job.split.memory_limit_gb,
-        is_cut_by_time=job.split.balance == "time",
-        is_checkpointing=job.train.gradient_checkpointing,
-        accumulation=job.train.gradient_accumulation_steps,
-        batch_size=job.train.batch_size,
-        dtype=getattr(torch, job.model.dtype),
-        rotation=job.model.rotation,
-        lora=job.lora,
-        resolution=job.data.largest_resolution,
-        kahan=job.optimizer.kahan,
-        has_ema=bool(job.train.ema_decay),
-        has_prior=bool(job.objective.masked_prior),
-    )
-
-
 def _refuse_without_rows(subject: Subject) -> None:
     """Raises: ValueError if devices cannot compute a microbatch of this model together."""
     native, without = subject.info.family.native, f'{NO_TOKENS_OF_DIFFUSERS}, or set it to "auto"'
@@ -258,10 +217,11 @@ def _refuse_without_rows(subject: Subject) -> None:
         raise ValueError(f'parallel.strategy = "tokens" was asked for, but {fault}')
 
 
-def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
+def _first_of(job: JobConfig, devices: Sequence[torch.device], without: Collection[Strategy] = ()) -> Setting:
     """What every machine can do, for where nobody plans."""
-    strategy = strategies_on(space, devices)[0]
-    return Setting(space.schemes[0], space.optimizers[0], strategy, space.ahead, space.offloads[0])
+    schemes, optimizers, strategies, offloads = candidates(job, without)
+    strategy = strategies_on(strategies, job.train.gradient_accumulation_steps, devices)[0]
+    return Setting(schemes[0], optimizers[0], strategy, job.parallel.microbatches_ahead, offloads[0])
 
 
 def other_cards(job: JobConfig, facts: Mapping[str, Any]) -> list[str]:
@@ -270,12 +230,11 @@ def other_cards(job: JobConfig, facts: Mapping[str, Any]) -> list[str]:
     placed = dict.fromkeys(map(str, [*facts.get("placement", ()), *facts.get("replicas", ())]))
     gone = ", ".join(name for name in placed if not _is_here(name))
     lines = [f"cards: {gone} of the run, not here"] if gone else []
-    space = search_space(job)
-    if not placed or facts.get("shards") or is_open(space.strategies):
+    if not placed or facts.get("shards") or is_open(candidates(job).strategies):
         return lines
     shares = facts.get("row_shares") or facts.get("shares_rows")
     before = _kind_of(("tokens" if shares else "data") if facts.get("replicas") else None)
-    wanted = _kind_of(_first_of(space, find_machine(job.split.devices).devices).strategy)
+    wanted = _kind_of(_first_of(job, find_machine(job.split.devices).devices).strategy)
     return lines + ([f"parallel.strategy: {before} -> {wanted}"] if before != wanted else [])
 
 
@@ -314,8 +273,8 @@ def _plan_as_before(
         return None
     if training.warning:
         _log.warning("%s", training.warning)
-    if training.why_shared:
-        _log.info("%s", training.why_shared)
+    for note in training.notes:
+        _log.info("%s", note)
     return training
 
 
@@ -336,24 +295,24 @@ def plan_on(
     title = subject.info.family.title
     if fault := why_no_forecast(subject.info.family.native):
         raise NoForecast(title, fault, _time_by_work(job, subject, machine.cards))
-    strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
+    strategy = _first_of(job, [card.device for card in machine.cards]).strategy
     if shares_rows(strategy):
         _refuse_without_rows(subject)
     model = ModelCosts(subject.info, subject.variant, subject.model)
     longest = max((size[-1] for size in subject.train), default=1)
-    space = limited(search_space(job), subject.info.family.native, subject.model)
+    without = _left_out(subject)
     # With fewer rows than cards, such as of an empty caption, each computes a sample whole: more than is planned here.
-    has_others = not machine.is_alone or job.parallel.processes > 1
-    if is_open(space.strategies) and (subject.has_empty_caption or has_others):
-        space = replace(space, strategies=tuple(each for each in space.strategies if not shares_rows(each)))
+    if subject.has_empty_caption or not machine.is_alone or job.parallel.processes > 1:
+        without |= {"tokens"}
     question = Question(
         model,
-        space,
+        job,
         machine.cards[: len(model.names)],
         subject.largest[:2],
         subject.largest[2],
         cuts=cuts,
         kept_shares=kept_shares,
+        without=without,
         host_bytes=machine.host_bytes,
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,
@@ -367,18 +326,18 @@ def plan_on(
 
 def _time_by_work(job: JobConfig, subject: Subject, cards: Sequence[Card]) -> str:
     """What is said of the time of a run whose memory nobody can tell; "" where a forward cannot be counted either."""
-    space, (height, width, frames) = search_space(job), subject.largest
+    height, width, frames = subject.largest
     shape = latent_shape_of(subject.info, subject.variant, (height, width), frames)
-    work = Work(shape, space.batch_size, space.dtype, None, space.lora, subject.text)
-    in_turn = space.accumulation
-    if space.strategies == ("data",):
+    work = Work(shape, job.train.batch_size, getattr(torch, job.model.dtype), None, job.lora, subject.text)
+    in_turn = job.train.gradient_accumulation_steps
+    if job.parallel.requested == "data":
         in_turn = math.ceil(in_turn / len(cards))
     try:
         forward = forward_on_meta(subject.model, subject.info, subject.variant, work)
     except NoForecast:
         return ""
     # once more for the backward, and for its recomputation
-    return describe_work(cards, forward, (3 + space.has_prior) * in_turn, job.train.steps)
+    return describe_work(cards, forward, (3 + bool(job.objective.masked_prior)) * in_turn, job.train.steps)
 
 
 def refuse_block_settings(job: JobConfig) -> None:
@@ -481,11 +440,6 @@ def why_no_forecast(native: NativeModel | None) -> str:
     return "a dry run cannot leave out blocks of lists inside other lists" if is_in_levels else ""
 
 
-def limited(space: SearchSpace, native: NativeModel | None, model: nn.Module) -> SearchSpace:
-    """What of a search space such a model can do; a strategy that was asked for by name stays, to be answered."""
-    if native is None:
-        return space
-    strategies = space.strategies
-    if len(strategies) > 1 and why_no_stages(native, model):
-        strategies = tuple(each for each in strategies if not has_stages(each))
-    return replace(space, strategies=strategies)
+def _left_out(subject: Subject) -> frozenset[Strategy]:
+    """Strategies that such a model cannot do; one that was asked for by name stays, to be answered."""
+    return frozenset({"pipeline"} if why_no_stages(subject.info.family.native, subject.model) else ())

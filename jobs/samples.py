@@ -17,8 +17,7 @@ from ..parallel.devices import CPU, find_device
 from ..parallel.ranks.group import Ranks
 from ..parallel.runner import Runner
 from ..planning.costs import latent_shape_of
-from ..sampling.decode import Decoder, HostDecoder
-from ..sampling.draw import Drawing, make_drawing, picture_size
+from ..sampling.draw import Decoder, Drawing, HostDecoder, make_drawing, picture_size
 from ..sampling.sampler import Sampler
 from ..training.batches import CachedSamples
 from .checked_job import JobPlan, vae_path

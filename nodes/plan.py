@@ -64,10 +64,13 @@ class PlanTraining(io.ComfyNode):
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **sockets: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 
+        import numpy as np
+        import torch
+
         from ..jobs.job import plan_job
         from ..planning.cards import parse_cards
         from ..planning.dry_run import NoForecast
-        from ..planning.plan import describe_plan, describe_verdict, draw_plan, picture_of
+        from ..planning.plan import describe_plan, describe_verdict, draw_plan
 
         entries, steps = (*_SOCKETS, *_LATER), sockets.get("steps", 1000)
         output = OutputConfig(folder=str(folders.folder_in_output("devicebridge/plan", "plan")))
@@ -82,5 +85,6 @@ class PlanTraining(io.ComfyNode):
             return io.NodeOutput(text, *host.blocked(1), ui={"text": (text,)})
         text = describe_plan(plan, steps)
         view.show_text(". ".join(describe_verdict(plan, steps)))
-        shown = {"text": (text,), "images": [folders.shown_picture(draw_plan(plan))]}
-        return io.NodeOutput(text, picture_of(plan), ui=shown)
+        picture = draw_plan(plan)
+        pixels = torch.from_numpy(np.asarray(picture).copy()).float().div_(255)[None]
+        return io.NodeOutput(text, pixels, ui={"text": (text,), "images": [folders.shown_picture(picture)]})

@@ -1,9 +1,8 @@
 """What one training step keeps in memory and computes, piece by piece, by sizes: no card, no weights.
 
-One block of every kind runs forwards and backwards on meta, through the code that will train: diffusers' blocks, PEFT's
-layers and our fused ones, quantized linears. The meter sees every operation and counts the bytes of the storages that
-somebody still holds, views once. Embedders and tail run once around them. Blocks of one kind cost alike, so that a plan
-for 56 blocks takes the time of two; memory.py adds up.
+One block of every kind runs forwards and backwards on meta, through the code that will train, and embedders and tail
+once around them. The meter sees every operation and counts the storages that somebody still holds. Blocks of one kind
+cost alike, so a plan for 56 blocks takes the time of two; memory.py adds up.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.checkpoint import CheckpointInfo
@@ -48,17 +47,15 @@ from .times import key_bytes, keys_of
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Bytes of one block; activations are those of one micro-batch.
+    """Bytes of one block; activations are those of one micro-batch, peaks are above its inputs.
 
     Args:
-        weights: base weights and buffers. lora: trained weights. num_trained: values in them.
-        inputs: what the block before made for it; kept for its recomputation. outputs: what it makes.
+        weights: base weights and buffers. num_trained: values in lora.
+        inputs: what the block before made for it, the sum of input_sizes.
         constants: what it reads besides, by a name that is the same for the same tensor.
         kept: what its backward needs beyond inputs, if it is not recomputed.
-        forward, forward_kept: peak of a forward that keeps nothing, or everything; above its inputs.
-        recompute: peak of recomputation and backward, gradient of its output included; above its inputs.
-        backward: peak of the backward alone, `kept` included; above its inputs.
-        input_sizes: what `inputs` is the sum of.
+        forward, forward_kept: peak of a forward that keeps nothing, or everything.
+        recompute, backward: peak of a backward with its recomputation, or alone, `kept` included.
         staying: the share of weights that is on the card even where the block streams from host memory.
     """
 
@@ -84,14 +81,11 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What every block and the rest of a model cost.
+    """What every block, in execution order, and the embedders and tail outside them cost. [num_blocks]
 
     Args:
-        names, blocks: in execution order. [num_blocks]
-        outer_weights, outer_lora, outer_trained: outside the blocks: embedders and tail.
         tail_weights: the share of outer_weights that the tail has.
         front: what is alive when the first block is called; its inputs and constants included.
-        first_inputs: of the first block.
         tail: peak of tail, loss and their backward; above the last block's output.
         is_whole: whether cards that share out rows compute such a sample whole, each.
     """
@@ -192,8 +186,7 @@ def latent_shape_of(
 def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> StepCost:
     """Count what a step of this work holds. The model is on meta; it is cut down and cannot be used afterwards.
 
-    Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing;
-        NoForecast for one of ComfyUI's classes that does not run so.
+    Raises: ValueError for LoRA targets that match nothing; NoForecast for a class of ComfyUI's that does not run so.
     """
     with torch.inference_mode(False), torch.enable_grad():
         work = with_sound(info.family, work)
@@ -262,7 +255,8 @@ class _LoneRows(Rows):
             return tensor
         is_own = {each: each in (*own, *self.plan.whole) for each in segments(place.axis)}
         length = sum(self.share(each)[1] if own else self.lengths[each] for each, own in is_own.items())
-        return _Longer.apply(tensor, place.dim, length)  # type: ignore[no-any-return]
+        behind = tensor.ndim - 1 - place.dim % tensor.ndim
+        return F.pad(tensor, (0, 0) * behind + (0, length - tensor.shape[place.dim]))
 
     def share(self, segment: str, rank: int | None = None) -> tuple[int, int]:
         """Of no rank in particular: as many rows as one with a share like the first may have."""
@@ -273,22 +267,6 @@ class _LoneRows(Rows):
 
     def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
         return self.gather(found[self.rank], place, "")
-
-
-class _Longer(torch.autograd.Function):
-    """A tensor of another length along a dimension, and a gradient of the first one's."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        ctx.shape = tensor.shape
-        sides = list(tensor.shape)
-        sides[dim] = length
-        return tensor.new_empty(sides)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.new_empty(ctx.shape), None, None
 
 
 class _Run:
@@ -303,8 +281,7 @@ class _Run:
         self._constants: dict[int, torch.Tensor] = {}  # held, so that an id is not given twice
 
     def measure(self, block: nn.Module | BlockCall, *args: Any) -> Any:
-        """The block's outputs as fresh tensors that need gradients: nothing before this block is remembered. They are
-        no leaves, for some classes add to what a block gave, in place."""
+        """The block's outputs, without a history; they are no leaves, for some classes add to them in place."""
         if self._num_calls == 0:
             self.front = self.meter.live
         kind = self.short.calls[self._num_calls]
@@ -312,11 +289,11 @@ class _Run:
             if isinstance(block, BlockCall):
                 with torch.no_grad():
                     block(*args)  # what its in-place guard has to learn of such a call, no later one does again
-            before = {id(tensor) for tensor in self._before}
-            streams = [tensor for tensor in tensors_reached(args) if id(tensor) not in before]
-            constants = {id(tensor): tensor for tensor in tensors_reached(args) if id(tensor) in before}
+            before, given = {id(tensor) for tensor in self._before}, tensors_reached(args)
+            constants = {id(tensor): tensor for tensor in given if id(tensor) in before}
             self._constants |= constants
             sizes = {name: self.meter.size(tensor) for name, tensor in constants.items()}
+            streams = [tensor for tensor in given if id(tensor) not in before]
             self.kinds[kind] = _dry_run_block(self.meter, block, args, sizes, streams)
         self._before = tensors_reached(args)
         self._num_calls += 1
@@ -354,34 +331,35 @@ def _dry_run_block(
     constants: Mapping[int, int],
     streams: list[torch.Tensor],
 ) -> BlockCost:
-    """Forwards and backwards of a block, as training calls it; constants as in BlockCost, streams are its inputs."""
-    input_sizes = tuple(map(meter.size, streams))
+    """Of a block, as training calls it; constants as in BlockCost, streams are its inputs."""
     # LoRA on what makes the modulation gives that a history that all blocks share; this backward is the block's alone.
     args = tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), args)
     base = meter.start()
     with torch.no_grad():
         outputs = block(*args)
     forward, size = meter.peak - base, meter.live - base
-    grads = [torch.empty_like(tensor) for tensor in tensors_reached(outputs)]
+    gradient = sum(meter.size(tensor) for tensor in tensors_reached(outputs))
     del outputs
-    gradient = meter.live - base
-    meter.start()
-    seed = HandOut.apply(grads, *tensors_reached(block(*args)))
-    top = meter.peak - base
-    kept = meter.live - base - gradient
-    meter.start()
-    seed.backward()
-    backward = meter.peak - base
-    _forget_gradients(block, args)
-    outputs = tensors_reached(block(*args))
-    grads = [torch.empty_like(tensor) for tensor in outputs]  # which parallel/offload/recompute.py holds meanwhile
-    seed = HandOut.apply(list(grads), *outputs)
-    del outputs
-    meter.start()
-    seed.backward()
-    held = meter.peak - base
-    _forget_gradients(block, args)
+
+    def trained(is_held: bool) -> tuple[int, int, int]:
+        """Peak of the forward, what it keeps, and peak of the backward; is_held: its gradient all the while."""
+        meter.start()
+        outputs = tensors_reached(block(*args))
+        top = meter.peak - base
+        grads = [torch.empty_like(tensor) for tensor in outputs]
+        seed = HandOut.apply(list(grads) if is_held else grads, *outputs)
+        del outputs
+        kept = meter.live - base - gradient
+        meter.start()
+        seed.backward()
+        for tensor in (*tensors_reached(args), *block.parameters()):
+            tensor.grad = None
+        return top, kept, meter.peak - base
+
+    forward_kept, kept, backward = trained(False)
+    held = trained(True)[2]  # as parallel/offload/recompute.py holds it meanwhile
     weights, lora, num_trained = _sizes_of(module_of(block))
+    input_sizes = tuple(map(meter.size, streams))
     return BlockCost(
         weights=weights,
         lora=lora,
@@ -391,17 +369,12 @@ def _dry_run_block(
         outputs=size,
         kept=kept,
         forward=forward,
-        forward_kept=top - gradient,
-        recompute=max(top, held),
+        forward_kept=forward_kept,
+        recompute=max(forward_kept + gradient, held),
         backward=backward,
         input_sizes=input_sizes,
         staying=weights - host_bytes_of(module_of(block)),
     )
-
-
-def _forget_gradients(block: nn.Module | BlockCall, args: Any) -> None:
-    for tensor in (*tensors_reached(args), *block.parameters()):
-        tensor.grad = None
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, int, int]:

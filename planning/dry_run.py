@@ -1,10 +1,8 @@
 """A training step on the meta device: the model cut down to two blocks of every kind, and the meter that counts memory.
 
-On meta some operations take another way than on a card:
-- attention: torch's plain way would keep the probabilities [B, N, S, S]. Cards keep the output and a float32 per head
-  and token; their backward holds a float32 copy of the query's gradient meanwhile, which no operation shows.
-- rms_norm: one kernel that keeps its input and a float32 per row, where torch has it.
-- 8-bit products: the kernels of the card that is planned for; they allocate on meta and launch nothing.
+On meta attention would keep the probabilities [B, N, S, S]. Cards keep the output and a float32 per head and token, and
+their backward a float32 copy of the query's gradient, which no operation shows. Their rms_norm is one kernel that keeps
+its input and a float32 per row. 8-bit products have the kernels of the card that is planned for, which launch nothing.
 CPU and emulated cards take the plain way, so that a forecast for them can be compared with what they really hold.
 """
 
@@ -60,10 +58,8 @@ class NoForecast(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampleText:
-    """What one of ComfyUI's own models is given beside the noise, of one sample: of a job what takes the most.
-
-    Streams of latents after the first are in it by their sides, as STREAM has them.
-    """
+    """What one of ComfyUI's own models is given beside the noise, of one sample: of a job what takes the most. Streams
+    of latents after the first are in it by their sides, as STREAM has them."""
 
     tensors: Mapping[str, torch.Tensor]
 
@@ -81,9 +77,10 @@ class SampleText:
 class Work:
     """What a step computes; dtype is of frozen weights and computation.
 
-    text: None where the model's description says how large it is.
-    row_shares: of devices that share out the rows of each sample, relative to each other; the first one's part runs.
-    has_prior: whether a prediction of the model without its LoRA is held, which the loss compares with, too.
+    Args:
+        text: None where the model's description says how large it is.
+        row_shares: of devices that share out the rows of each sample, relative to each other; the first one runs.
+        has_prior: whether a prediction of the model without its LoRA is held.
     """
 
     latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
@@ -109,10 +106,7 @@ class Work:
 
 
 def with_sound(family: ModelFamily, work: Work) -> Work:
-    """With the sound that the model must be given.
-
-    Without numbers, by which LTX-2 places a reference of sound, that is as much more sound of its own.
-    """
+    """With the sound that the model must be given; a reference of sound is as much more sound of its own."""
     comfy, tensors = family.comfy, {} if work.text is None else work.text.tensors
     if comfy is None or not comfy.sound:
         return work
@@ -133,12 +127,8 @@ def with_sound(family: ModelFamily, work: Work) -> Work:
 
 @dataclass(frozen=True)
 class ShortModel:
-    """The first two blocks of every kind, the second with an input that carries gradients; or the only one.
-
-    Args:
-        names: of all blocks of the whole model. kind_of: the kind of each.
-        calls: the kind of each block that a forward calls, in order.
-    """
+    """The first two blocks of every kind, the second with an input that carries gradients; or the only one. names and
+    kind_of are of all blocks of the whole model, calls is the kind of each block that a forward calls."""
 
     model: nn.Module
     names: tuple[str, ...]
@@ -185,12 +175,8 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
 def _make_trainable(
     model: nn.Module, family: ModelFamily, work: Work, renamed: Mapping[str, str], targets: Collection[str]
 ) -> None:
-    """Quantize linears and attach a LoRA as a job would.
-
-    Args:
-        renamed: what its blocks are called in the whole model.
-        targets: linears that LoRA adapts, by their names in the whole model.
-    """
+    """Quantize linears and attach a LoRA as a job would. renamed: what its blocks are called in the whole model.
+    targets: linears that LoRA adapts, by their names there."""
 
     def whole_name(fqn: str) -> str:
         block = ".".join(fqn.split(".")[:2])
@@ -214,10 +200,7 @@ def _make_trainable(
 
 
 def forward_on_meta(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work) -> tuple[float, int]:
-    """Operations of a micro-batch's forward, and how many kernels compute it; of a whole model without numbers.
-
-    Raises: as step_on_meta.
-    """
+    """Operations and kernels of a micro-batch's forward, of a whole model without numbers. Raises: as step_on_meta."""
     latents = torch.empty(work.batch_shape, device=META)
     with torch.inference_mode(False), torch.no_grad(), as_on_card(Kernels()), WorkMeter() as meter:
         step_on_meta(model, info, variant, work, latents)
@@ -225,8 +208,7 @@ def forward_on_meta(model: nn.Module, info: CheckpointInfo, variant: Variant, wo
 
 
 def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
-    """A micro-batch as Trainer computes it, of a model without numbers; without gradients its forward alone. What is
-    not needed any more is let go at once, as there: dry runs count what is alive.
+    """A micro-batch as Trainer computes it, of a model without numbers; without gradients its forward alone.
 
     Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks.
     """
@@ -276,7 +258,7 @@ def make_text(
     device: torch.device,
     batch: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Text of the sizes that training has, by name. text: what one sample has, where that is known.
+    """Text of the sizes that training has, by name; text is what one sample has, where that is known.
 
     Raises: ValueError for a model of which nobody knows how large its text is.
     """
@@ -300,8 +282,7 @@ def make_text(
 
 CARD_ROUNDING = 512  # bytes; torch's allocator for CUDA gives out multiples of it
 
-# The kernels of a card nobody has seen: those of data-centre chips, which transpose a slice of the weight. Others do
-# without the slice, so this is the higher of the two.
+# Of a card nobody has seen: as data-centre chips, which transpose a slice of the weight. Others take less.
 UNSEEN_CARD: DeviceKernels = {
     torch.float8_e4m3fn: KernelChoice("vendor", "transpose", has_triton=True),
     torch.int8: KernelChoice("triton", "transpose", has_triton=True),
@@ -318,8 +299,8 @@ class Kernels:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts bytes of the storages that operations make and somebody still holds; `live` now, `peak` since start().
-    Every storage counts as a multiple of `rounding`."""
+    """Counts bytes of the storages that operations make and somebody still holds, each as a multiple of `rounding`;
+    `live` now, `peak` since start()."""
 
     def __init__(self, rounding: int = CARD_ROUNDING) -> None:
         super().__init__()
@@ -373,8 +354,7 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class WorkMeter(MemoryMeter):
-    """Counts operations and kernels of what runs without gradients. Blocks of ComfyUI's run once with them, before
-    their first forward, to learn what they write into."""
+    """Counts operations and kernels without gradients; with them ComfyUI's blocks only learn what they write into."""
 
     flops, num_kernels = 0.0, 0
 

@@ -1,8 +1,8 @@
 """How much memory every card will take, added up from what its blocks cost; arithmetic on sizes.
 
-A card holds weights, LoRA with gradients and optimizer state, and for every micro-batch in flight the inputs of its
-blocks (for recomputation) and the activations of those blocks that keep them. On top comes what one block needs while
-it computes. The peak is the largest sum over the moments of a step:
+A card holds weights, LoRA with gradients and optimizer state, for every micro-batch in flight the inputs of its blocks
+and the activations of those that keep them, and what one block at work needs. The peak is the largest sum over the
+moments of a step:
 
     forward of block i       inputs 0..i, kept activations 0..i-1, the forward's own peak
     tail                     all inputs and kept activations, tail, loss and their backward
@@ -11,12 +11,9 @@ it computes. The peak is the largest sum over the moments of a step:
     sample picture           no gradients; one block's forward at the picture's size, if that is the larger one
     loading                  weights, and the layer that is being rounded
 
-Where inputs are offloaded (parallel/offload/activations.py), those of recomputed blocks count in host memory. On the
-card are those of NUM_WAITING blocks and of the block at work; in its backward one more that arrives, and NUM_WAITING
-only of other micro-batches.
-
-The CUDA context is not seen by torch's counters and only set against the size of a card. What the allocator reserves
-and loses to rounding and fragments is taken as a share of everything that comes and goes.
+Of offloaded inputs (parallel/offload/activations.py) those of NUM_WAITING blocks and of the block at work are on the
+card; in its backward one more that arrives, and NUM_WAITING only of other micro-batches. The CUDA context is not seen
+by torch's counters. What the allocator loses to rounding and fragments is a share of everything that comes and goes.
 """
 
 from __future__ import annotations
@@ -52,30 +49,22 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Backend:
-    """What one kind of device adds to the bytes of tensors.
+    """What one kind of device adds to the bytes of tensors."""
 
-    Args:
-        workspace: cuBLAS takes it from torch's allocator: 32 MiB on Hopper, 8 MiB on others, for the thread that runs
-            forwards and for the one that runs backwards.
-        fragmentation: of activations and temporaries, which come in hundreds of sizes: a guess on the safe side.
-        context: the driver's own, once CUDA has started; read off nvidia-smi, differs by card.
-    """
-
-    workspace: int = 2 * 32 * 2**20
-    fragmentation: float = 0.10
-    context: int = 500_000_000
+    workspace: int = 2 * 32 * 2**20  # cuBLAS, per thread that runs forwards or backwards: 32 MiB on Hopper, else 8
+    fragmentation: float = 0.10  # of activations and temporaries: a guess on the safe side
+    context: int = 500_000_000  # the driver's own, once CUDA has started; read off nvidia-smi, differs by card
 
 
 @dataclass(frozen=True)
 class DeviceForecast:
-    """Bytes on one device at its peak.
+    """Bytes on one device at its peak, the moment.
 
     Args:
-        weights: base weights, those of blocks that stream left out but two slots for them counted.
+        weights: base weights, of blocks that stream two slots alone.
         checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
         kept: activations of the blocks that keep them, of all micro-batches held.
-        moving: what the moment of the peak needs besides. moment: when that is.
-        overhead: reserved and not allocated. context: outside torch's counters.
+        moving: what the moment needs besides. overhead: reserved and not allocated.
     """
 
     device: str
@@ -97,18 +86,18 @@ class DeviceForecast:
 
     @property
     def allocated(self) -> int:
-        """To be compared with torch.cuda.max_memory_allocated."""
+        """As torch.cuda.max_memory_allocated."""
         parts = (self.weights, self.lora, self.gradients, self.optimizer, self.checkpoints, self.kept, self.moving)
         return sum(parts) + self.workspace
 
     @property
     def reserved(self) -> int:
-        """To be compared with torch.cuda.max_memory_reserved, and with a cap on it."""
+        """As torch.cuda.max_memory_reserved."""
         return self.allocated + self.overhead
 
     @property
     def needed(self) -> int:
-        """To be compared with the card's memory."""
+        """Of the card's memory."""
         return self.reserved + self.context
 
 
@@ -154,8 +143,7 @@ class Forecaster:
     """Adds up for any cut of one model.
 
     Args:
-        strategy: of one copy of the model: "none" where each card has a copy.
-        ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
+        strategy: of one copy of the model.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
         largest_layer: bytes of the widest one that is rounded on load, 0 for none.
         picture: what a step of one sample picture costs, where its forward takes more than training's.
@@ -200,8 +188,8 @@ class Forecaster:
         return self._between("leaving", plan.start, plan.first_spared)
 
     def _away(self, plan: StagePlan, end: int, num_near: int) -> int:
-        """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card, but for
-        those of num_near blocks, which are taken for the largest of the stage."""
+        """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card; those of
+        num_near blocks are, which are taken for the largest."""
         if self.offload_from is None:
             return 0
         others = self.held(plan.stage, plan.num_stages) - 1
@@ -248,7 +236,7 @@ class Forecaster:
         return [self.cost.blocks[plan.start + index].streaming for index in chosen]
 
     def streamed_bytes(self, plan: StagePlan) -> int:
-        """What a stage's streaming blocks hold in host memory; copied to the card once per pass over them."""
+        """What a stage's streaming blocks hold in host memory; copied to the card in every pass."""
         return sum(self._offloaded_sizes(plan))
 
     def saved_bytes(self, plan: StagePlan) -> int:
@@ -274,8 +262,8 @@ class Forecaster:
         return [i for i in range(len(blocks)) if i == 0 or blocks[i] is not blocks[i - 1]]
 
     def _ends_of_runs(self, start: int, end: int, first_spared: int) -> list[int]:
-        """First and last block of every run of blocks that are alike: along a run all sums grow or fall evenly, so no
-        other block can have the peak. With offloading only the first blocks' inputs are on the card."""
+        """First and last block of every run of blocks that are alike, along which all sums grow or fall evenly. With
+        offloading only the first blocks' inputs are on the card."""
         first = () if self.offload_from is None else range(start + 1, start + 3 + NUM_WAITING)
         bounds = {start, end, *(at for at in (*self._run_starts, first_spared, *first) if start < at < end)}
         return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
@@ -324,12 +312,8 @@ class Forecaster:
 
 
 def optimizer_bytes(name: str, lora_dtype: str, *, kahan: bool = False, ema: bool = False) -> Optimizer:
-    """What an optimizer holds per trained value. Of one that this pack does not know, the state is measured.
-
-    Args:
-        kahan: whether what rounding leaves is kept in bfloat16, and a step has the weights and gradients in float32.
-        ema: whether an average of the weights is kept, in float32.
-    """
+    """What an optimizer holds per trained value; the state of one that is not known here is measured. kahan: it keeps
+    what rounding leaves in bfloat16, and steps in float32. ema: an average is kept, in float32."""
     size = 4 if kahan else getattr(torch, lora_dtype).itemsize
     if name == "adamw":
         found = Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ..config.model import has_stages, holds_copies, shares_rows
@@ -17,9 +16,8 @@ from ..system.progress import describe_duration
 from ..system.telling import aligned
 from .cards import Card
 from .memory import DeviceForecast
-from .question import Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared
-from .refusal import describe_refusal
-from .search import HOST_GAIN, Found, Looked, find_fastest, fit
+from .question import Question, Setting, is_open, strategies_on, why_not_shared
+from .search import HOST_GAIN, Found, Looked, describe_refusal, find_fastest, fit
 from .times import ASSUMED_FLOPS_PER_S, KERNEL_S
 
 _SEVERAL = 4  # micro-batches that a note speaks of
@@ -56,33 +54,39 @@ class TrainingPlan:
     """How a job is best run.
 
     Args:
-        space: what it was chosen from.
-        devices: in execution order.
-        host_bytes, offloaded_inputs: host memory at most, and the share of block inputs.
-        step_s: of a step at this size, seconds of cards of speed 1.
-        notes: settings without effect, and what would use the cards better.
-        why_shared: why the cards share out the rows of each micro-batch where nobody asked for it; "" otherwise.
+        looked_at: every setting that was compared, and how it would run.
+        cards, devices: in execution order.
+        notes: why the cards share out the rows of each micro-batch where nobody asked for it, settings without effect,
+            and what would use the cards better.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
-        bucket, frames, unit: (height, width) and video frames that were planned for, and what sides are counted in.
-        variant: name of the model.
     """
 
-    space: SearchSpace
+    question: Question
+    found: Found
+    looked_at: Looked
     cards: tuple[Card, ...]
-    placement: Placement
-    setting: Setting
     devices: tuple[DeviceForecast, ...]
-    host_bytes: int
-    offloaded_inputs: int
-    step_s: float
+    placement: Placement
     notes: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
     warning: str
-    bucket: tuple[int, int]
-    frames: int
-    unit: str
-    variant: str
-    why_shared: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        return self.found.setting
+
+    @property
+    def step_s(self) -> float:
+        """Of a step at this size, seconds of cards of speed 1."""
+        return self.found.time
+
+    @property
+    def alternatives(self) -> list[Alternative]:
+        return [
+            Alternative(
+                setting, None if other is None else other.time / self.step_s, bool(other and other.is_streaming)
+            )
+            for setting, other in self.looked_at
+        ]
 
     @property
     def uncheckpointed(self) -> tuple[int, ...]:
@@ -111,47 +115,35 @@ def plan_training(question: Question) -> TrainingPlan:
     else:
         owners = (card for card, stage in zip(cards, found.stages, strict=True) for _ in range(stage.plan.num_blocks))
         placement = Placement(names, tuple(owners), cards[0])
-    over = [
-        f"{card.name} {device.needed / 1e9:.2f} GB of {card.usable_bytes / 1e9:.2f} GB"
-        for card, device in zip(question.cards, devices, strict=True)
-        if device.needed > card.usable_bytes
-    ]
+    pairs = zip(question.cards, devices, strict=True)
+    over = ", ".join(_fill(card, device) for card, device in pairs if device.needed > card.usable_bytes)
     return TrainingPlan(
-        space=question.space,
-        cards=question.cards,
-        placement=placement,
-        setting=found.setting,
-        devices=devices,
-        host_bytes=found.host_bytes,
-        offloaded_inputs=found.offloaded_inputs,
-        step_s=found.time,
-        notes=tuple(_notes(question, found)),
-        why_shared=_why_shared(question, found, looked_at),
-        alternatives=tuple(
-            Alternative(setting, None if other is None else other.time / found.time, bool(other and other.is_streaming))
-            for setting, other in looked_at
-        ),
-        warning=f"the forecast exceeds what is free ({', '.join(over)}), and memory_limit_gb says to try" * bool(over),
-        bucket=question.bucket,
-        frames=question.frames,
-        unit=question.unit,
-        variant=question.model.variant.name,
+        question,
+        found,
+        looked_at,
+        question.cards,
+        devices,
+        placement,
+        notes=(*_why_shared(question, found, looked_at), *_notes(question, found)),
+        warning=f"the forecast exceeds what is free ({over}), and memory_limit_gb says to try" * bool(over),
     )
 
 
 def _notes(question: Question, found: Found) -> Iterator[str]:
     """Which settings of the user have no effect, and what several micro-batches would gain where a step of one keeps
     one card busy."""
-    space, chosen, devices = question.space, found.setting.strategy, [card.device for card in question.cards]
-    wanted = space.strategies[0]
-    if not is_open(space.strategies) and wanted not in ("none", chosen):
-        yield f'parallel.strategy = "{wanted}": without effect, {why_not_shared(wanted, space.accumulation, devices)}'
-    if space.ahead > 1 and not has_stages(chosen):
-        yield f"parallel.microbatches_ahead = {space.ahead}: without effect, only a pipeline runs ahead"
-    several = replace(space, accumulation=_SEVERAL)
-    if space.accumulation > 1 or shares_rows(chosen) or "pipeline" not in strategies_on(several, devices):
+    job, chosen, devices = question.job, found.setting.strategy, [card.device for card in question.cards]
+    wanted, ahead = job.parallel.requested, job.parallel.microbatches_ahead
+    if wanted not in (None, "none", chosen):
+        why = why_not_shared(wanted, question.accumulation, devices)
+        yield f'parallel.strategy = "{wanted}": without effect, {why}'
+    if ahead > 1 and not has_stages(chosen):
+        yield f"parallel.microbatches_ahead = {ahead}: without effect, only a pipeline runs ahead"
+    can_fill = "pipeline" in strategies_on(question.open.strategies, _SEVERAL, devices)
+    if question.accumulation > 1 or shares_rows(chosen) or not can_fill:
         return
-    filled = fit(replace(question, space=several), replace(found.setting, strategy="pipeline", ahead=0))
+    several = replace(job, train=replace(job.train, gradient_accumulation_steps=_SEVERAL))
+    filled = fit(replace(question, job=several), replace(found.setting, strategy="pipeline", ahead=0))
     if filled is not None and HOST_GAIN * filled.time <= _SEVERAL * found.time:
         yield (
             f"one card works at a time; with train.gradient_accumulation_steps = {_SEVERAL} all do, and {_SEVERAL} "
@@ -159,19 +151,19 @@ def _notes(question: Question, found: Found) -> Iterator[str]:
         )
 
 
-def _why_shared(question: Question, found: Found, looked_at: Looked) -> str:
-    """As in TrainingPlan."""
-    if not (shares_rows(found.setting.strategy) and is_open(question.space.strategies)):
-        return ""
+def _why_shared(question: Question, found: Found, looked_at: Looked) -> Iterator[str]:
+    if not (shares_rows(found.setting.strategy) and is_open(question.open.strategies)):
+        return
     others = [each for _, each in looked_at if each is not None and not shares_rows(each.setting.strategy)]
     if not others:
-        return "the cards share out the tokens of each micro-batch, since nothing else fits them"
+        yield "the cards share out the tokens of each micro-batch, since nothing else fits them"
+        return
     best = min(others, key=lambda each: each.time)
     now, then = (_real_seconds(question.cards, each.time) for each in (found, best))
     said = f"{best.time / found.time:.1f} times as long" if now is None or then is None else _seconds(then)
     about = "" if now is None else f"about {_seconds(now)} per step, and "
     way = best.setting.describe() + ", one card at a time" * (best.setting.strategy == "none")
-    return f"the cards share out the tokens of each micro-batch: {about}{way} takes {said}"
+    yield f"the cards share out the tokens of each micro-batch: {about}{way} takes {said}"
 
 
 # ---- as a table
@@ -204,13 +196,11 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
 def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
     """Names and values of the plan as a whole."""
     step = describe_time(plan, steps) or "unknown: no card of this kind is in the table of speeds"
-    height, width = plan.bucket
-    frames = f", {plan.frames} frames" if plan.frames > 1 else ""
-    pinned = f", {plan.offloaded_inputs / 1e9:.1f} GB of it for block inputs" if plan.offloaded_inputs else ""
-    peaks = ", ".join(
-        f"{card.name} {device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
-        for card, device in zip(plan.cards, plan.devices, strict=True)
-    )
+    question, job, inputs = plan.question, plan.question.job, plan.found.offloaded_inputs / 1e9
+    height, width = question.bucket
+    frames = f", {question.frames} frames" if question.frames > 1 else ""
+    pinned = f", {inputs:.1f} GB of it for block inputs" if inputs else ""
+    peaks = ", ".join(map(_fill, plan.cards, plan.devices))
     return [
         ("verdict", _verdict(plan)),
         ("step", step),
@@ -218,13 +208,17 @@ def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
         ("plan", f"{plan.setting.describe()}; {plan.placement.describe()}"),
         (
             "job",
-            f"{plan.variant}, {width}x{height} {plan.unit}{frames}, batch {plan.space.batch_size}, "
-            f"accumulation {plan.space.accumulation}, LoRA rank {plan.space.lora.rank}",
+            f"{question.model.variant.name}, {width}x{height} {question.unit}{frames}, batch {job.train.batch_size}, "
+            f"accumulation {question.accumulation}, LoRA rank {job.lora.rank}",
         ),
-        ("host memory", f"{plan.host_bytes / 1e9:.1f} GB{pinned}"),
+        ("host memory", f"{plan.found.host_bytes / 1e9:.1f} GB{pinned}"),
         *(("assumed", each) for each in _assumed(plan)),
-        *(("note", each) for each in (plan.why_shared, *plan.notes) if each),
+        *(("note", each) for each in plan.notes),
     ]
+
+
+def _fill(card: Card, device: DeviceForecast) -> str:
+    return f"{card.name} {device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
 
 
 def describe_verdict(plan: TrainingPlan, steps: int = _STEPS) -> list[str]:
@@ -315,7 +309,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
     """Plain values, sizes in bytes, for --json."""
     owners = plan.placement.devices
     return {
-        "model": plan.variant,
+        "model": plan.question.model.variant.name,
         "setting": {
             "quantize": plan.setting.scheme,
             "optimizer": plan.setting.optimizer,
@@ -328,9 +322,9 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "blocks_without_checkpointing": list(plan.uncheckpointed),
             "offloaded_blocks": list(plan.offloaded),
         },
-        "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},  # of audio: see unit
-        "unit": plan.unit,
-        "frames": plan.frames,
+        "pixels": dict(zip(("height", "width"), plan.question.bucket, strict=True)),  # of audio: see unit
+        "unit": plan.question.unit,
+        "frames": plan.question.frames,
         "devices": [
             {
                 "device": device.device,
@@ -347,12 +341,12 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             }
             for card, device in zip(plan.cards, plan.devices, strict=True)
         ],
-        "host_bytes": plan.host_bytes,
-        "offloaded_bytes": plan.offloaded_inputs,
+        "host_bytes": plan.found.host_bytes,
+        "offloaded_bytes": plan.found.offloaded_inputs,
         "verdict": _verdict(plan),
         "assumed": list(_assumed(plan)),
         "estimated_step_s": step_seconds(plan)[0],
-        "notes": [each for each in (plan.why_shared, *plan.notes) if each],
+        "notes": list(plan.notes),
         "alternatives": [
             {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
         ],
@@ -396,7 +390,7 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
     if forecast is None or len(step_times_s) < 2:
         return ""
     measured = statistics.median(step_times_s[1:])  # the first compiles and chooses kernels
-    height, width = plan.bucket
+    height, width = plan.question.bucket
     return (
         f"step: forecast {_seconds(forecast)} at {width}x{height}, measured {_seconds(measured)} "
         f"({_error(forecast, measured)})"
@@ -404,13 +398,6 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
 
 
 # ---- as a picture
-
-
-def picture_of(plan: TrainingPlan) -> torch.Tensor:
-    """draw_plan as ComfyUI hands images on: float32 in 0..1. [1, height, width, 3]"""
-    picture = draw_plan(plan)
-    values = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-    return (values.float() / 255).view(1, picture.height, picture.width, 3)
 
 
 def draw_plan(plan: TrainingPlan) -> Image.Image:
@@ -422,10 +409,8 @@ def draw_plan(plan: TrainingPlan) -> Image.Image:
     sheet = Image.new("RGB", (_BAR_WIDTH + 2 * _MARGIN, height), "white")
     draw = ImageDraw.Draw(sheet)
     for number, (card, device) in enumerate(devices):
-        top = _MARGIN + number * row
-        room = f"{device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
-        draw.text((_MARGIN, top), f"{card.name}: {_blocks(device)} blocks, {room}", fill="black", font=font)
-        top += 20
+        top = _MARGIN + number * row + 20
+        draw.text((_MARGIN, top - 20), f"{_fill(card, device)}, {_blocks(device)} blocks", fill="black", font=font)
         left = float(_MARGIN)
         for (_, _, colour), size in zip(_PARTS, parts_of(device).values(), strict=True):
             right = left + _BAR_WIDTH * size / largest

@@ -1,4 +1,4 @@
-"""What the planner is given: a model, what a job leaves open, cards and a size of data; and what follows from them.
+"""What the planner is given: a model, a job, cards and a size of data; and what follows from them.
 
 A Question is frozen, so whatever it has computed stays true. Another job, other cards or another size is another
 Question; they share the ModelCosts, which runs each dry run once.
@@ -7,16 +7,17 @@ Question; they share the ModelCosts, which runs each dry run once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..config.job import DataConfig, LoraSettings
+from ..config.job import DataConfig, JobConfig, SplitConfig
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
+from ..config.setting import requested
 from ..data.samples import Sample, bucket_step, make_buckets, make_clip_plan
 from ..families.spec import LatentSpec, Variant
 from ..parallel.local.data_parallel import dealt
@@ -37,44 +38,27 @@ STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data", "tokens")
 OFFLOADS = (False, True)
 
 
-@dataclass(frozen=True)
-class SearchSpace:
-    """How a job may be run. One candidate is the user's choice, several are open; jobs/resolve.py makes it of a job.
-
-    Args:
-        schemes, optimizers, strategies: candidates.
-        offloads: candidates: whether inputs of recomputed blocks wait in host memory.
-        ahead: micro-batches that a pipeline may run ahead; with open strategies also none.
-        split_at: where the user cuts; () leaves it open.
-        uncheckpointed, offloaded: per card, blocks without activation checkpointing, and blocks that stream from host
-            memory; () leaves them open.
-        memory_limit_gb: per card, of weights; () for none.
-        is_cut_by_time: whether the slowest stage decides the cut, whatever the strategy.
-        resolution: the largest of the job, in pixels along a square's side.
-        kahan, has_ema: what an optimizer keeps besides; see optimizer_bytes.
-        has_prior: whether each micro-batch passes forwards without the LoRA first (objective.masked_prior).
-    """
+class Candidates(NamedTuple):
+    """What the planner chooses from. One candidate is the user's choice, several are open."""
 
     schemes: tuple[str, ...]
     optimizers: tuple[str, ...]
     strategies: tuple[Strategy, ...]
-    offloads: tuple[bool, ...]
-    ahead: int
-    split_at: tuple[int, ...]
-    uncheckpointed: tuple[int, ...]
-    offloaded: tuple[int, ...]
-    memory_limit_gb: tuple[float, ...]
-    is_cut_by_time: bool
-    is_checkpointing: bool
-    accumulation: int
-    batch_size: int
-    dtype: torch.dtype
-    rotation: int
-    lora: LoraSettings
-    resolution: int
-    kahan: bool = False
-    has_ema: bool = False
-    has_prior: bool = False
+    offloads: tuple[bool, ...]  # whether inputs of recomputed blocks wait in host memory
+
+
+def candidates(job: JobConfig, without: Collection[Strategy] = ()) -> Candidates:
+    """What a job leaves open. without: strategies that are not the planner's to choose; one that is named stays."""
+    scheme, optimizer = requested(job.model.quantize), requested(job.optimizer.name)
+    strategy, offload = job.parallel.requested, requested(job.train.offload_activations)
+    is_compiled = job.train.compile != "off"  # blocks that meet others are not
+    known = (each for each in STRATEGIES if not (each in without or is_compiled and shares_rows(each)))
+    return Candidates(
+        SCHEMES if scheme is None else (scheme,),
+        OPTIMIZERS if optimizer is None else (optimizer,),
+        tuple(n for n in known if all(n in able for _, able in job.limits)) if strategy is None else (strategy,),
+        OFFLOADS if offload is None else (offload == "on",),
+    )
 
 
 @dataclass(frozen=True)
@@ -119,11 +103,12 @@ def why_not_shared(strategy: Strategy, accumulation: int, devices: Sequence[torc
     return "the devices are not cards of one kind" if len(kinds) > 1 or "cpu" in kinds else ""
 
 
-def strategies_on(space: SearchSpace, devices: Sequence[torch.device]) -> tuple[Strategy, ...]:
-    """The candidates that these devices can do; "none" where there is no other."""
-    count = space.accumulation
-    able = tuple(each for each in space.strategies if each == "none" or not why_not_shared(each, count, devices))
-    return able or ("none",)
+def strategies_on(
+    strategies: Sequence[Strategy], accumulation: int, devices: Sequence[torch.device]
+) -> tuple[Strategy, ...]:
+    """Those that these devices can do; "none" where there is no other."""
+    able = (each for each in strategies if each == "none" or not why_not_shared(each, accumulation, devices))
+    return tuple(able) or ("none",)
 
 
 @dataclass(frozen=True)
@@ -137,6 +122,7 @@ class Question:
         link: bytes per second from pinned host memory to a card, and about as many back.
         cuts: first block of each further card, where a resumed run must cut as before.
         kept_shares: of the tokens, by card, where a resumed run must share them out as before.
+        without: see candidates.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         replica: which copy of the model this is about, on a card of its own.
         row_shares: of copies of the model that share out the rows of each sample, relative to each other; this is about
@@ -146,13 +132,14 @@ class Question:
     """
 
     model: ModelCosts
-    space: SearchSpace
+    job: JobConfig
     cards: tuple[Card, ...]
     bucket: tuple[int, int]
     frames: int = 1
     link: float = ASSUMED_LINK_BYTES_PER_S
     cuts: tuple[int, ...] | None = None
     kept_shares: tuple[float, ...] = ()
+    without: frozenset[Strategy] = frozenset()
     host_bytes: int | None = None
     replica: int | None = None
     row_shares: tuple[float, ...] = ()
@@ -164,6 +151,27 @@ class Question:
         """What the bucket is counted in."""
         return "latent cells" if self.model.family.latent_of(self.model.variant).audio_rows else "pixels"
 
+    @cached_property
+    def open(self) -> Candidates:
+        return candidates(self.job, self.without)
+
+    @property
+    def accumulation(self) -> int:
+        return self.job.train.gradient_accumulation_steps
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.job.model.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def is_checkpointing(self) -> bool:
+        return self.job.train.gradient_checkpointing
+
+    @property
+    def passes(self) -> int:
+        """Of a micro-batch through the blocks: a forward, a backward, and a forward without the LoRA where one is."""
+        return 2 + bool(self.job.objective.masked_prior)
+
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model."""
         other = replace(self, **changes)
@@ -173,22 +181,19 @@ class Question:
         """For one card that has a copy of the model: its micro-batches, settings and part of host memory. alike: how
         many blocks keep their activations, and how many stream; None leaves that as it is."""
         self.check_counts()
-        space, count, mine = self.space, len(self.cards), slice(index, index + 1)
-        accumulation, shares = space.accumulation, setting.row_shares
+        job, split, count, shares = self.job, self.job.split, len(self.cards), setting.row_shares
+        mine, accumulation = slice(index, index + 1), self.accumulation
         if not shares:
             accumulation = max(1, len(dealt(accumulation, count)[index]))  # an idle card is planned all the same
-        own = replace(
-            space,
-            strategies=("none",),
-            split_at=(),
-            accumulation=accumulation,
-            uncheckpointed=space.uncheckpointed[mine] if alike is None else alike[:1],
-            offloaded=space.offloaded[mine] if alike is None else alike[1:],
-            memory_limit_gb=space.memory_limit_gb[mine],
+        own = SplitConfig(
+            memory_limit_gb=split.memory_limit_gb[mine],
+            blocks_without_checkpointing=split.blocks_without_checkpointing[mine] if alike is None else alike[:1],
+            offloaded_blocks=split.offloaded_blocks[mine] if alike is None else alike[1:],
         )
+        train = replace(job.train, gradient_accumulation_steps=accumulation)
         return replace(
             self,
-            space=own,
+            job=replace(job, split=own, train=train, parallel=replace(job.parallel, strategy="none")),
             cards=self.cards[mine],
             cuts=None,
             host_bytes=None if self.host_bytes is None else self.host_bytes // (1 if shares else count),
@@ -199,15 +204,13 @@ class Question:
 
     def check_counts(self) -> None:
         """Raises: ValueError for settings per device that are not as many as there are cards."""
-        space, names = self.space, [card.name for card in self.cards]
-        check_one_each("split.memory_limit_gb", space.memory_limit_gb, names)
-        check_one_each("split.blocks_without_checkpointing", space.uncheckpointed, names)
-        check_one_each("split.offloaded_blocks", space.offloaded, names)
+        for name in ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks"):
+            check_one_each(f"split.{name}", getattr(self.job.split, name), [card.name for card in self.cards])
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         """Where the user cuts, ends included; () where the planner does."""
-        names, split_at = self.model.names, self.space.split_at
+        names, split_at = self.model.names, self.job.split.split_at
         if self.cuts is not None:
             return 0, *self.cuts, len(names)
         if not split_at:
@@ -219,14 +222,14 @@ class Question:
 
     def settings(self) -> list[Setting]:
         """Every candidate that these cards can do."""
-        space = self.space
-        ahead = sorted({space.ahead, 0}, reverse=True) if is_open(space.strategies) else [space.ahead]
-        schemes = self._schemes()
-        strategies = strategies_on(space, [card.device for card in self.cards])
-        if is_open(strategies) and (self.bounds or any(space.offloaded)):
+        split, most_ahead = self.job.split, self.job.parallel.microbatches_ahead
+        ahead = sorted({most_ahead, 0}, reverse=True) if is_open(self.open.strategies) else [most_ahead]
+        strategies = strategies_on(self.open.strategies, self.accumulation, [card.device for card in self.cards])
+        if is_open(strategies) and (self.bounds or any(split.offloaded_blocks)):
             # A given cut asks for a split, and by its own choice only a split streams.
             strategies = tuple(each for each in strategies if not holds_copies(each))
-        if is_open(strategies) and (len({*space.uncheckpointed}) > 1 or self.model.why_no_tokens_by_auto):
+        is_uneven = len({*split.blocks_without_checkpointing}) > 1
+        if is_open(strategies) and (is_uneven or self.model.why_no_tokens_by_auto):
             strategies = tuple(each for each in strategies if not shares_rows(each))
         # By speed in quarters of the slowest card's; equal ones may fit where those do not.
         slowest, equal = min(card.speed for card in self.cards), (1.0,) * len(self.cards)
@@ -234,11 +237,11 @@ class Question:
         row_shares = (self.kept_shares,) if self.kept_shares else dict.fromkeys((by_speed, equal))
         found = [
             Setting(scheme, optimizer, strategy, each, offloads, shares)
-            for scheme in schemes
-            for optimizer in space.optimizers
+            for scheme in self._schemes()
+            for optimizer in self.open.optimizers
             for strategy in strategies
             for each in (ahead if has_stages(strategy) else [0])
-            for offloads in (space.offloads if space.is_checkpointing else (False,))
+            for offloads in (self.open.offloads if self.is_checkpointing else (False,))
             for shares in (row_shares if shares_rows(strategy) else ((),))
         ]
         return sorted(found, key=lambda setting: shares_rows(setting.strategy))  # what the others take is known then
@@ -250,12 +253,12 @@ class Question:
 
     def _schemes(self) -> Sequence[str]:
         """Raises: ValueError for a scheme that the job names and that a card cannot multiply in."""
-        if is_open(self.space.schemes):
+        if is_open(self.open.schemes):
             able = self.able_schemes
             faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
             return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
         for scheme, card in itertools.product(BEST_FIRST, self.cards):
-            if scheme not in self.space.schemes or scheme not in card.refuses:
+            if scheme not in self.open.schemes or scheme not in card.refuses:
                 continue
             if card.has_context and (why := refusal(QuantizeSettings(scheme), [each.device for each in self.cards])):
                 raise ValueError(why)
@@ -263,18 +266,18 @@ class Question:
             raise ValueError(
                 f"{scheme} was asked for, but {card.name}{kind} has no products in it; use {works} instead"
             )
-        return self.space.schemes
+        return self.open.schemes
 
     @property
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
         can_stream = bool(self.row_shares) or self.replica is None
-        return self.space.is_checkpointing and not self.space.offloaded and can_stream
+        return self.is_checkpointing and not self.job.split.offloaded_blocks and can_stream
 
     @property
     def most(self) -> float:
         """Share of a card that may be needed; with memory_limit_gb the user says what fits."""
-        return float("inf") if self.space.memory_limit_gb else 1.0
+        return float("inf") if self.job.split.memory_limit_gb else 1.0
 
     # ---- seconds and bytes
 
@@ -286,13 +289,13 @@ class Question:
             is_whole: whether every card computes such a sample whole, whose rows it cannot share out.
         """
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
-        batch = self.space.batch_size
+        batch = self.job.train.batch_size
         flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]
         if self.row_shares and not is_whole:
             # Keys and values of the other cards' rows come forward, and gradients for those of its own back.
             share = self.row_shares[0] / sum(self.row_shares)
             most = max(1 - share, share * (len(self.row_shares) - 1))
-            keys = self.model.key_bytes(self.bucket, self.frames, self.space.dtype.itemsize)
+            keys = self.model.key_bytes(self.bucket, self.frames, self.dtype.itemsize)
             scale = card.flops_per_s / (card.speed * ASSUMED_FLOPS_PER_S) or 1.0  # to seconds of a card of speed 1
             coming = scale * batch * most / card.link_bytes_per_s
             return [each * share / rate + sent * coming for each, sent in zip(flops, keys, strict=True)]
@@ -300,21 +303,21 @@ class Question:
 
     def work(self, scheme: str) -> Work:
         """What a micro-batch computes."""
-        space = self.space
+        job = self.job
         return Work(
             latent_shape=self.model.latent_shape(self.bucket, self.frames),
-            batch_size=space.batch_size,
-            dtype=space.dtype,
-            quantize=None if scheme == "none" else QuantizeSettings(scheme, space.rotation),  # type: ignore[arg-type]
-            lora=space.lora,
+            batch_size=job.train.batch_size,
+            dtype=self.dtype,
+            quantize=None if scheme == "none" else QuantizeSettings(scheme, job.model.rotation),  # type: ignore[arg-type]
+            lora=job.lora,
             text=self.text,
             row_shares=self.row_shares,
-            has_prior=space.has_prior,
+            has_prior=self.passes > 2,
         )
 
     def forecaster(self, setting: Setting) -> Forecaster:
         """Adds up what any cut needs."""
-        space, has_context = self.space, all(card.has_context for card in self.cards)
+        job, has_context = self.job, all(card.has_context for card in self.cards)
         work, picture, first = self.work(setting.scheme), None, self.cards[0]
         is_rounded = setting.scheme not in ("none", "stored")
         # Kernels are those of the first card; only 8-bit products ask it for what it has, which compiles one there.
@@ -329,21 +332,23 @@ class Question:
                 picture = self.model.dry_run(
                     replace(work, latent_shape=shape, batch_size=1, text=text, has_prior=False), kernels
                 )
-        optimizer = optimizer_bytes(setting.optimizer, space.lora.dtype, kahan=space.kahan, ema=space.has_ema)
+        optimizer = optimizer_bytes(
+            setting.optimizer, job.lora.dtype, kahan=job.optimizer.kahan, ema=bool(job.train.ema_decay)
+        )
         if self.replica is not None:
             # With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment,
             # when no activations are left.
-            flat, is_first = float(getattr(torch, space.lora.dtype).itemsize), self.replica == 0
+            flat, is_first = float(getattr(torch, job.lora.dtype).itemsize), self.replica == 0
             optimizer = Optimizer(optimizer.state, max(optimizer.step, flat)) if is_first else Optimizer(0.0, flat)
         return Forecaster(
             cost,
             optimizer,
             setting.strategy,
-            space.accumulation,
+            self.accumulation,
             setting.ahead,
             MIN_BYTES if setting.offloads else None,
             backend=Backend(context=0) if has_context else Backend(),
-            largest_layer=self.model.largest_linear * space.dtype.itemsize if is_rounded else 0,
+            largest_layer=self.model.largest_linear * self.dtype.itemsize if is_rounded else 0,
             picture=picture,
         )
 

@@ -1,30 +1,30 @@
-"""Which setting is the fastest that fits, and the best cut of the model over the cards for each setting.
+"""Which setting is the fastest that fits, and the best cut of the model over the cards for each; and what is missing.
 
-Searched are the candidates of the space, and for each of them the cut and the blocks without activation checkpointing.
-What the user has set is only checked. Where a setting does not fit, as few blocks as it takes stream from host memory.
-
-A cut is found by a dynamic programme over (stages used, blocks placed). The time of a step with `a` micro-batches over
-stages that take t_k each, in seconds estimated from operations:
+For each candidate the cut and the blocks without activation checkpointing are searched; what the user has set is only
+checked. Where a setting does not fit, as few blocks as it takes stream from host memory. The time of a step with `a`
+micro-batches over stages that take t_k each, in seconds estimated from operations:
 
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
     data parallel         max(t_k * micro-batches of card k)             the whole model on each card
     tokens                a * max(t_k)                                   t_k with the card's share of the rows
 
-t_k has the blocks of a stage; embedders, tail, copies between cards and the optimizer are left out. Where blocks stream
-from host memory, a stage takes as long as its copies if these take longer than its computation. Without a pipeline the
-cut does not change the time while the cards are equally fast; then it evens out memory.
+Embedders, tail, copies between cards and the optimizer are left out of t_k. A stage whose blocks stream takes as long
+as its copies if these take longer. One after the other, on cards equally fast, the cut evens out memory alone.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Literal
+from itertools import accumulate, islice, product
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
+from ..config.job import job_to_dict, make_job
 from ..config.model import has_stages, holds_copies, shares_rows
 from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.copies import NUM_SLOTS
@@ -39,9 +39,10 @@ HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it i
 # Of streaming, or of what is computed beside it if that is shorter, this share is not hidden: 0 to 0.45 were measured
 # by benchmarks/weight_offload.py on an H200 (docs/internals/experiments.md, 2026-11-22).
 UNHIDDEN = 0.3
-# How many times faster a setting must be for blocks, and again for block inputs, to wait in host memory where something
-# fits without: how far copies are hidden is an estimate.
-HOST_GAIN = 1.1
+HOST_GAIN = 1.1  # times faster, for blocks, and again for inputs, to wait in host memory where something fits without
+_RESOLUTIONS = tuple(range(8192, 255, -64))
+_RANKS = (64, 32, 16, 8, 4)
+_SECONDS = (480, 240, 120, 60, 30, 15)
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,13 @@ class Terms:
 
     Args:
         most: share of a card that may be needed; inf where the user vouches for what does not fit.
-        spares: whether blocks go without activation checkpointing where there is room.
-        streams: which blocks stream from host memory where the user has not said.
-        least: what a cut is to have least of: seconds, or bytes in host memory.
+        blocks: where the user has not said: some spare activation checkpointing where there is room, or as many as
+            needed, or all, stream from host memory.
+        least: what a cut is to have least of.
     """
 
     most: float
-    spares: bool = False
-    streams: Literal["none", "needed", "all"] = "none"
+    blocks: Literal["plain", "spares", "needed", "all"] = "plain"
     least: Literal["seconds", "host bytes"] = "seconds"
 
 
@@ -74,12 +74,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Found:
-    """How a setting would run.
-
-    Args:
-        offloaded_inputs: bytes of block inputs in host memory. loading: bytes there while weights are read.
-        has_resident: whether this setting fits without blocks in host memory, too, and is slower.
-    """
+    """How a setting would run. offloaded_inputs, loading: bytes in host memory: of block inputs, and while weights are
+    read. has_resident: whether it also fits without blocks in host memory, and is slower."""
 
     setting: Setting
     stages: tuple[Stage, ...]
@@ -99,84 +95,72 @@ class Found:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that it takes: streamed blocks, and one layer on its way from the file or later block inputs.
-
-        Cards that share out rows stream the same blocks from one place.
-        """
-        stages = self.stages[:1] if shares_rows(self.setting.strategy) else self.stages
+        """Host memory that it takes: streamed blocks, and one layer on its way from the file or later block inputs."""
+        stages = self.stages[:1] if shares_rows(self.setting.strategy) else self.stages  # which stream from one place
         return sum(stage.streamed for stage in stages) + max(self.loading, self.offloaded_inputs)
 
-    def can_pin(self, host_bytes: int | None) -> bool:
-        """Whether block inputs fit host memory, as far as that is known."""
-        return host_bytes is None or self.offloaded_inputs <= PINNED_SHARE * host_bytes
-
-    def fits_host(self, host_bytes: int | None) -> bool:
-        """Whether the host has room for what streams from there or waits there."""
-        if host_bytes is None or not (self.is_streaming or self.offloaded_inputs):
+    def fits_host(self, free: int | None) -> bool:
+        """Whether so many bytes of host memory have room for what streams from there or waits there."""
+        if free is None or not (self.is_streaming or self.offloaded_inputs):
             return True
-        return self.host_bytes <= HOST_SHARE * host_bytes
+        return self.offloaded_inputs <= PINNED_SHARE * free and self.host_bytes <= HOST_SHARE * free
 
 
 Looked = list[tuple[Setting, Found | None]]  # every setting that was looked at
-_Find = Callable[[Question, Setting], Found | None]
 
 
 def find_fastest(question: Question) -> tuple[Found | None, Looked]:
     """The fastest setting that fits, None if none does; and everything that was looked at.
 
-    A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise. Blocks that
-    stream from host memory are for what would be slower otherwise, or not fit at all. Offloading of block inputs is
-    looked at where the same does not fit without, or only with streamed blocks, and has to be worth it. Cards share
-    out rows by themselves where a step takes clearly less so than in any other way, or no other fits.
+    8-bit optimizer state is for what would not fit otherwise. What waits in host memory has to be worth it, and so do
+    rows that are shared out by the planner's choice, unless nothing else fits.
     """
     looked_at = _look(question, 1.0)
-    if question.space.memory_limit_gb and all(found is None for _, found in looked_at):
+    if question.job.split.memory_limit_gb and all(found is None for _, found in looked_at):
         looked_at = _look(question, math.inf)  # the user says what fits
     fitting = [found for _, found in looked_at if found is not None]
+
     if any(found.setting.optimizer == "adamw" and not found.must_stream for found in fitting):
         fitting = [
             each for each in fitting if each.setting.optimizer != "adamw8bit" or not shares_rows(each.setting.strategy)
         ]
     best = [
         min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", _weighed(question, found)))
-        for kind in itertools.product((False, True), repeat=2)
+        for kind in product((False, True), repeat=2)
         if (those := [each for each in fitting if (each.must_stream, shares_rows(each.setting.strategy)) == kind])
     ]
     return min(best, key=lambda found: _weighed(question, found), default=None), looked_at
 
 
 def _look(question: Question, most: float) -> Looked:
-    """Every setting worth looking at. Copies of the model need more than a split: where nothing fits they are looked at
-    only if the user names them."""
+    """Every setting worth looking at; where nothing fits copies of the model only if the user names them."""
     looked_at: Looked = []
-    resident: set[Setting] = set()
     best = math.inf
     for setting in question.settings():
-        if setting.offloads and replace(setting, offloads=False) in resident:
+        plain = replace(setting, offloads=False)
+        if setting.offloads and any(each == plain and found and not found.is_streaming for each, found in looked_at):
             continue
-        if most > 1 and holds_copies(setting.strategy) and is_open(question.space.strategies):
+        if most > 1 and holds_copies(setting.strategy) and is_open(question.open.strategies):
             continue
         if _is_ours(question, setting):  # whose dry run takes as long as another: not if no step can be short enough
             alone = ((question.of_card(index, setting), card) for index, card in enumerate(question.cards))
             once = max(sum(each.seconds(card, setting.scheme)) for each, card in alone)
-            if 2 * question.space.accumulation * once >= GAIN * best:
+            if 2 * question.accumulation * once >= GAIN * best:
                 continue
         found = fit(question, setting, most, best)
         looked_at.append((setting, found))
-        if found is not None and not found.is_streaming:
-            resident.add(setting)
         best = min(best, math.inf if found is None else _weighed(question, found))
     return looked_at
 
 
 def _is_ours(question: Question, setting: Setting) -> bool:
     """Whether cards would share out rows by the planner's choice."""
-    return shares_rows(setting.strategy) and is_open(question.space.strategies)
+    return shares_rows(setting.strategy) and is_open(question.open.strategies)
 
 
 def _weighed(question: Question, found: Found) -> float:
     """Seconds, longer for what waits in host memory by the planner's choice, or for rows that are shared out so."""
-    offloads = found.setting.offloads and is_open(question.space.offloads)
+    offloads = found.setting.offloads and is_open(question.open.offloads)
     weight = HOST_GAIN ** (offloads + (found.is_streaming and question.may_stream))
     return found.time * weight / (GAIN if _is_ours(question, found.setting) else 1)
 
@@ -185,11 +169,11 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     """The best cut for a setting, None if none fits: with headroom and blocks without activation checkpointing if
     possible, else as tight as it gets, else, or where that is worth it, with blocks that stream from host memory.
 
-    most: see Terms. best: time of what was found before, weighed; blocks need not stream for a slower one.
+    most: see Terms. best: weighed time of what was found before; blocks need not stream for a slower one.
     """
     if holds_copies(setting.strategy):
         return each_card(question, setting, lambda card, each: fit(card, each, most))
-    found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
+    found = find_cut(question, setting, Terms(1 - HEADROOM, "spares")) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
     if found is None:
         return _streaming(question, setting, min(most, 1 - HEADROOM)) or _streaming(question, setting, most)
@@ -197,57 +181,56 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
         return None
     if found.is_streaming or most > 1 or not question.may_stream:
         return found
-    # Blocks stream, too, where the fastest of several cards is too small for the blocks that it should compute. No step
-    # with every block recomputed is shorter than this: the fastest card computes all, or all cards share evenly.
-    whole = [(3 + question.space.has_prior) * sum(question.seconds(card, setting.scheme)) for card in question.cards]
+    # Blocks stream, too, where the fastest of several cards is too small for its blocks. No step with every block
+    # recomputed is shorter than this: the fastest card computes all, or all cards share evenly.
+    whole = [(question.passes + 1) * sum(question.seconds(card, setting.scheme)) for card in question.cards]
     shortest = 1 / sum(1 / each for each in whole) if has_stages(setting.strategy) else min(whole)
-    if min(found.time, best) <= HOST_GAIN * question.space.accumulation * shortest:
+    if min(found.time, best) <= HOST_GAIN * question.accumulation * shortest:
         return found
     faster = _streaming(question, setting, 1 - HEADROOM)
     return found if faster is None or found.time <= HOST_GAIN * faster.time else replace(faster, has_resident=True)
 
 
-def each_card(question: Question, setting: Setting, find: _Find) -> Found | None:
+def each_card(question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None]) -> Found | None:
     """Data and tokens: what is found for every card alone; None if one of them has no room, or if nobody asked
     for tokens and rows of such samples cannot be shared out."""
     plain, count = replace(setting, strategy="none", ahead=0), len(question.cards)
+
+    def alone(alike: tuple[int, int] | None = None) -> list[Found] | None:
+        found = (find(question.of_card(index, setting, alike), plain) for index in range(count))
+        fitting = [each for each in found if each is not None]
+        return fitting if len(fitting) == count else None
+
     try:
-        found = [find(question.of_card(index, setting), plain) for index in range(count)]
+        fitting = alone()
     except NoForecast:
         if not _is_ours(question, setting):
             raise
         return None
-    plans = [one.stages[0].plan for one in found if one is not None]
-    kept, streamed = ([getattr(each, name) for each in plans] for name in ("num_uncheckpointed", "num_offloaded"))
-    if shares_rows(setting.strategy) and None not in found and (len({*kept}) > 1 or len({*streamed}) > 1):
-        # All cards recompute the same blocks, and the same ones stream.
-        alike = min(kept), max(streamed)
-        found = [find(question.of_card(index, setting, alike), plain) for index in range(count)]
-    fitting = [one for one in found if one is not None]
-    if len(fitting) < count:
+    plans = [one.stages[0].plan for one in fitting or ()]
+    kept, streamed = ({getattr(each, name) for each in plans} for name in ("num_uncheckpointed", "num_offloaded"))
+    if shares_rows(setting.strategy) and (len(kept) > 1 or len(streamed) > 1):
+        fitting = alone((min(kept), max(streamed)))  # all recompute the same blocks, and the same ones stream
+    if fitting is None:
         return None
-    microbatches = (
-        [1] * count if shares_rows(setting.strategy) else list(map(len, dealt(question.space.accumulation, count)))
-    )
-    together = replace(
+    numbers = [1] * count if shares_rows(setting.strategy) else map(len, dealt(question.accumulation, count))
+    whole = replace(
         fitting[0],
         setting=setting,
         stages=tuple(one.stages[0] for one in fitting),
-        time=max(one.time for one, number in zip(fitting, microbatches, strict=True) if number),
+        time=max(one.time for one, number in zip(fitting, numbers, strict=True) if number),
         offloaded_inputs=sum(one.offloaded_inputs for one in fitting),
     )
-    return together if together.can_pin(question.host_bytes) and together.fits_host(question.host_bytes) else None
+    return whole if whole.fits_host(question.host_bytes) else None
 
 
 def _streaming(question: Question, setting: Setting, most: float) -> Found | None:
     """With as few blocks in host memory as it takes; the fastest cut, else the one that takes least of the host."""
-    if not question.may_stream:
-        return None
-    found = find_cut(question, setting, Terms(most, streams="needed"))
-    if found is None or found.fits_host(question.host_bytes):
-        return found
-    found = find_cut(question, setting, Terms(most, streams="needed", least="host bytes"))
-    return found if found is None or found.fits_host(question.host_bytes) else None
+    for terms in (Terms(most, "needed"), Terms(most, "needed", "host bytes")) if question.may_stream else ():
+        found = find_cut(question, setting, terms)
+        if found is None or found.fits_host(question.host_bytes):
+            return found
+    return None
 
 
 # ---- the best cut for one setting
@@ -260,41 +243,35 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
     """
     question.check_counts()
     forecaster = question.forecaster(setting)
-    stages = _CutSearch(question, setting, terms, forecaster).best()
-    if stages is None:
+    if (stages := _CutSearch(question, setting, terms, forecaster).best()) is None:
         return None
-    offloaded, count = forecaster.offloaded_inputs([stage.plan for stage in stages]), question.space.accumulation
-    times = [stage.time for stage in stages]
-    following = sum(times)  # of a further micro-batch
+    offloaded, times = forecaster.offloaded_inputs([stage.plan for stage in stages]), [stage.time for stage in stages]
+    time = following = sum(times)
     if has_stages(setting.strategy):
-        following = max(max(times), sum(times) / forecaster.held(0, len(times)))
-    time = sum(times) + (count - 1) * following
-    found = Found(setting, tuple(stages), time, offloaded, forecaster.loading_bytes)
-    return found if found.can_pin(question.host_bytes) else None
-
-
-_Value = tuple[float, float, float]  # of a cut: seconds, bytes that stream, share of the fullest card that is needed
+        following = max(max(times), time / forecaster.held(0, len(times)))  # of a further micro-batch
+    time += (question.accumulation - 1) * following
+    return Found(setting, tuple(stages), time, offloaded, forecaster.loading_bytes)
 
 
 class _CutSearch:
     def __init__(self, question: Question, setting: Setting, terms: Terms, forecaster: Forecaster) -> None:
-        self._question, self._terms, self._forecaster = question, terms, forecaster
-        space = self._space = question.space
-        self._is_by_slowest = has_stages(setting.strategy) or space.is_cut_by_time
-        # In steps of about 1e-12 s: sums of such are exact, so that cuts that take equally long have equal times, in
-        # whatever order their blocks are added up, and memory decides.
-        is_whole = forecaster.cost.is_whole
-        times = (question.seconds(card, setting.scheme, is_whole=is_whole) for card in question.cards)
+        self._question, self._terms, self._forecaster, self._split = question, terms, forecaster, question.job.split
+        self._is_by_slowest = has_stages(setting.strategy) or self._split.balance == "time"
+        # In steps of about 1e-12 s sums are exact, so cuts that take equally long have equal times, and memory decides.
+        whole = forecaster.cost.is_whole
+        times = (question.seconds(card, setting.scheme, is_whole=whole) for card in question.cards)
         self._seconds = [list(accumulate((round(s * 2**40) / 2**40 for s in card), initial=0.0)) for card in times]
 
     def best(self) -> list[Stage] | None:
-        """Of the cuts that fit, the one with the shortest step; of equals, the one that streams least; of these, the
-        one whose fullest card is emptiest. Where the user cuts, that one if it fits."""
+        """Of the cuts that fit the one with the shortest step, of equals the one that streams least, of these the one
+        whose fullest card is emptiest; the user's cut if it fits. A dynamic programme."""
         bounds = self._question.bounds
         num_blocks, num_stages = len(self._question.model.names), len(self._question.cards)
-        best: dict[int, tuple[_Value, list[Stage]]] = {0: ((0.0, 0.0, 0.0), [])}
+        order = itemgetter(*((0, 1, 2) if self._terms.least == "seconds" else (1, 0, 2)))
+        # by blocks placed: seconds, bytes that stream, share of the fullest card that is needed; and the stages
+        best: dict[int, tuple[tuple[float, ...], list[Stage]]] = {0: ((0.0, 0.0, 0.0), [])}
         for index in range(num_stages):
-            options: dict[int, tuple[_Value, list[Stage]]] = {}
+            options: dict[int, tuple[tuple[float, ...], list[Stage]]] = {}
             last = num_blocks - (num_stages - 1 - index)
             ends = range(index + 1 if index < num_stages - 1 else last, last + 1)
             for start, (value, stages) in best.items():
@@ -304,45 +281,41 @@ class _CutSearch:
                     time, streamed, share = value
                     time = max(time, stage.time) if self._is_by_slowest else time + stage.time
                     added = time, streamed + stage.streamed, max(share, stage.share)
-                    if end not in options or self._order(added) < self._order(options[end][0]):
+                    if end not in options or order(added) < order(options[end][0]):
                         options[end] = added, [*stages, stage]
             best = options
         return best[num_blocks][1] if num_blocks in best else None
 
-    def _order(self, value: _Value) -> _Value:
-        time, streamed, share = value
-        return (time, streamed, share) if self._terms.least == "seconds" else (streamed, time, share)
-
     def _stage(self, index: int, start: int, end: int) -> Stage | None:
         """The best that a card can do with these blocks; None if it needs more than it may."""
-        space, terms = self._space, self._terms
-        given = space.uncheckpointed[index] if space.uncheckpointed else 0 if space.is_checkpointing else end - start
-        offloaded = space.offloaded[index] if space.offloaded else 0
+        kept, streamed, blocks = (
+            self._split.blocks_without_checkpointing,
+            self._split.offloaded_blocks,
+            self._terms.blocks,
+        )
+        is_checkpointing = self._question.is_checkpointing
+        given = kept[index] if kept else 0 if is_checkpointing else end - start
+        offloaded = streamed[index] if streamed else 0
         if given + offloaded > end - start:
             return None
         plan = StagePlan(index, len(self._question.cards), start, end, given, offloaded)
-        if not space.offloaded and terms.streams != "none":
+        if not streamed and blocks in ("needed", "all"):
             return self._streaming(plan)
         found = self._checked(plan)
-        if found is None or space.uncheckpointed or not space.is_checkpointing or not terms.spares:
+        if found is None or kept or not is_checkpointing or blocks != "spares":
             return found
-        low, high = 0, end - start - offloaded  # the most blocks that may go without checkpointing
-        while low < high:
-            middle = (low + high + 1) // 2
-            stage = self._checked(replace(plan, num_uncheckpointed=middle))
-            if stage is None:
-                high = middle - 1
-            else:
-                low, found = middle, stage
-        return found
+
+        def with_kept(count: int) -> Stage | None:
+            return self._checked(replace(plan, num_uncheckpointed=count))
+
+        counts = range(1, end - start - offloaded + 1)
+        return with_kept(bisect_left(counts, True, key=lambda count: with_kept(count) is None))
 
     def _streaming(self, plan: StagePlan) -> Stage | None:
-        """With as few blocks in host memory as let the stage fit; None if all are not enough.
-
-        Activations do not depend on them, so bytes that are missing are bytes of weights.
-        """
+        """With as few blocks in host memory as let the stage fit; None if all are not enough. Activations do not depend
+        on them, so bytes that are missing are bytes of weights."""
         forecaster, most = self._forecaster, plan.num_blocks - plan.num_uncheckpointed
-        if self._terms.streams == "all":
+        if self._terms.blocks == "all":
             whole = replace(plan, num_offloaded=most)
             return self._checked(whole if forecaster.saved_bytes(whole) > 0 else plan)
         missing = self._missing(plan, forecaster.device("", plan))
@@ -359,8 +332,8 @@ class _CutSearch:
     def _missing(self, plan: StagePlan, found: DeviceForecast) -> float:
         """Bytes that a stage needs beyond what it may; at most 0 where it fits."""
         over = [found.needed - self._terms.most * max(1, self._question.cards[plan.stage].usable_bytes)]
-        if self._space.memory_limit_gb:
-            over.append(found.weights - self._space.memory_limit_gb[plan.stage] * 1e9)
+        if self._split.memory_limit_gb:
+            over.append(found.weights - self._split.memory_limit_gb[plan.stage] * 1e9)
         return max(over)
 
     def _checked(self, plan: StagePlan) -> Stage | None:
@@ -370,7 +343,7 @@ class _CutSearch:
         if self._missing(plan, found) > 0:
             return None
         # A micro-batch's forward and backward, one without the LoRA, and its forward again where blocks are recomputed.
-        seconds, passes = self._seconds[plan.stage], 2 + self._space.has_prior
+        seconds, passes = self._seconds[plan.stage], self._question.passes
         recomputing = seconds[plan.first_spared] - seconds[plan.start]
         computing = passes * (seconds[plan.end] - seconds[plan.start]) + recomputing
         # Beside the kernels: weights for each forward and once more for the backward, inputs there and back.
@@ -379,3 +352,148 @@ class _CutSearch:
         copying = streaming + 2 * forecaster.leaving(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
         return Stage(plan, found, time, found.needed / max(1, card.usable_bytes), streamed)
+
+
+# ---- what is missing where nothing fits, and the changes that were computed to be enough
+
+
+def is_possible(question: Question) -> bool:
+    """Whether anything fits."""
+    return any(fit(question, setting, question.most, best=0.0) for setting in _leanest(question))
+
+
+def needed_at_least(question: Question) -> Found | None:
+    """What fits the cards and takes least of the host; else what needs the smallest share of a card, with as many
+    blocks in host memory as may be; None if there is no such cut."""
+    if question.may_stream:
+        terms = Terms(question.most, "needed", "host bytes")
+        if found := [each for setting in question.settings() if (each := _cut(question, setting, terms))]:
+            return min(found, key=lambda each: each.host_bytes)
+    split = replace(question.job.split, memory_limit_gb=())
+    unlimited = question.changed(job=replace(question.job, split=split), host_bytes=None)
+    terms = Terms(math.inf, "all" if question.may_stream else "plain")
+    found = [each for setting in _leanest(question) if (each := _cut(unlimited, setting, terms))]
+    return min(found, key=lambda each: max(stage.share for stage in each.stages), default=None)
+
+
+def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
+    """As find_cut; each card alone where each has a copy of the model. Of tokens alone its blocks may stream."""
+    if not holds_copies(setting.strategy):
+        return find_cut(question, setting, terms)
+    plain = terms if shares_rows(setting.strategy) else replace(terms, blocks="plain")
+    return each_card(question, setting, lambda card, each: find_cut(card, each, plain))
+
+
+def _leanest(question: Question) -> list[Setting]:
+    """The settings that may need the least: where offloading is ours to choose, those without need more."""
+    every = question.settings()
+    return [each for each in every if each.offloads] or every if question.host_bytes is None else every
+
+
+def describe_refusal(question: Question) -> str:
+    """What is needed against what is there, and the changes that would be enough."""
+    best, job, cards = needed_at_least(question), question.job, question.cards
+    if best is None:
+        kept, streamed = list(job.split.blocks_without_checkpointing), list(job.split.offloaded_blocks)
+        given = f"{kept} and split.offloaded_blocks = {streamed}"
+        return (
+            f"no cut of {len(question.model.names)} blocks has split.blocks_without_checkpointing = {given}: a card "
+            "needs a block for each that it keeps or streams; give smaller numbers, or leave them out"
+        )
+    frames = f", {question.frames} frames" if question.frames > 1 else ""
+    lines = [
+        f"does not fit: at {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}, batch "
+        f"{job.train.batch_size}, rank {job.lora.rank}, {best.setting.describe()} the best cut needs"
+    ]
+    for card, stage in zip(cards, best.stages, strict=True):
+        needed, there, weights = stage.forecast.needed / 1e9, card.usable_bytes / 1e9, stage.forecast.weights / 1e9
+        verdict = f"{needed - there:.2f} GB are missing" if needed > there else "fits"
+        away = f" ({stage.plan.num_offloaded} in host memory)" if stage.plan.num_offloaded else ""
+        what = f"{stage.plan.num_blocks} blocks{away}, {needed:.2f} GB of {there:.2f} GB"
+        lines.append(f"  {card.name}: {what}, {verdict} (weights {weights:.2f} GB)")
+    if not best.fits_host(question.host_bytes):
+        sizes = (best.host_bytes, best.offloaded_inputs, question.host_bytes or 0)
+        host, pinned, free = (f"{size / 1e9:.2f} GB" for size in sizes)
+        lines.append(f"  host memory: {host}, {pinned} of it for block inputs; {free} are free, a part for others")
+    if job.split.memory_limit_gb:
+        lines.append(f"  memory_limit_gb allows weights of {list(job.split.memory_limit_gb)} GB")
+    helps = what_helps(question)
+    lines.append("Each of these would make it fit:" if helps else "None of the changes that were tried makes it fit")
+    return "\n".join([*lines, *(f"  {line}" for line in helps)])
+
+
+class _Change(NamedTuple):
+    """Other values of keys of a job, and of fields of a Question with them."""
+
+    keys: Mapping[str, Any]
+    others: Mapping[str, Any] = {}
+
+    def __str__(self) -> str:
+        return " with ".join(f"{key} = {json.dumps(value)}" for key, value in self.keys.items())
+
+    def of(self, question: Question) -> Question:
+        """The question with it."""
+        values = job_to_dict(question.job)
+        for section, _, name in (key.partition(".") for key in self.keys):
+            values[section][name] = self.keys[f"{section}.{name}"]
+        return question.changed(job=make_job(values), **self.others)
+
+
+def what_helps(question: Question) -> list[str]:
+    """The best three single changes that make the job fit; where there is none, as many at once as it takes."""
+    single, sizes = _choices(question), _sizes(question)
+
+    def enough() -> Iterator[str]:
+        yield from (str(change) for change in single if is_possible(change.of(question)))
+        for ladder in sizes:
+            index = bisect_left(ladder, True, key=lambda change: is_possible(change.of(question)))
+            yield from map(str, ladder[index : index + 1])
+
+    if found := list(islice(enough(), 3)):
+        return found
+    texts: list[str] = []
+    for change in (*single, *(ladder[-1] for ladder in sizes if ladder)):
+        texts, question = [*texts, str(change)], change.of(question)
+        if len(texts) > 1 and is_possible(question):
+            return [" and ".join(texts)]
+    return []
+
+
+def _choices(question: Question) -> list[_Change]:
+    """Settings that can be changed to one other, the cheapest for the result first."""
+    job, split, now = question.job, question.job.split, question.open
+    is_eight_bit = is_open(now.schemes) or now.schemes[0].endswith("-compute")  # not none, nor one that only stores
+    other = next((each for each in question.able_schemes if each != now.schemes[0]), "")
+    count = job.train.batch_size * question.accumulation
+    rows: list[tuple[object, dict[str, Any]]] = [
+        (not question.is_checkpointing, {"train.gradient_checkpointing": True}),
+        (question.is_checkpointing and not is_open(now.offloads), {"train.offload_activations": "auto"}),
+        (split.blocks_without_checkpointing, {"split.blocks_without_checkpointing": []}),
+        (split.offloaded_blocks, {"split.offloaded_blocks": []}),
+        (split.memory_limit_gb, {"split.memory_limit_gb": []}),
+        (split.split_at, {"split.balance": "memory", "split.split_at": []}),
+        (all(map(holds_copies, now.strategies)), {"parallel.strategy": "auto"}),
+        (other and not is_eight_bit, {"model.quantize": other}),
+        (now.optimizers == ("adamw",), {"optimizer.name": "adamw8bit"}),
+        (job.train.batch_size > 1, {"train.batch_size": 1, "train.gradient_accumulation_steps": count}),
+    ]
+    return [_Change(keys) for is_possible, keys in rows if is_possible]
+
+
+def _sizes(question: Question) -> list[list[_Change]]:
+    """Smaller resolutions, shorter clips or sounds, and lower ranks, the largest first."""
+    job, variant, now = question.job, question.model.variant, question.job.data.largest_resolution
+    latent, sides = question.model.family.latent_of(variant), [n for n in _RESOLUTIONS if n < now]
+    buckets = {n: tuple(max(64, side * n // now // 64 * 64) for side in question.bucket) for n in sides}
+    shortest = 1 if variant.condition == "none" else 2
+    lengths = [n for n in range(question.frames - 1, shortest - 1, -1) if latent.is_length(n)]
+    smaller = [_Change({"data.resolutions": [n]}, {"bucket": each}) for n, each in buckets.items()]
+    if rows := latent.audio_rows:
+        squares = {n: round(math.sqrt(n * latent.sound_rate * rows)) for n in _SECONDS}
+        now = question.bucket[0]
+        smaller = [_Change({"data.seconds": n}, {"bucket": (k, k)}) for n, k in squares.items() if 0 < k < now]
+    return [
+        smaller,
+        [_Change({"data.frames": [each]}, {"frames": each}) for each in lengths],
+        [_Change({"lora.rank": rank}) for rank in _RANKS if rank < job.lora.rank],
+    ]

@@ -1,35 +1,53 @@
 """How long blocks take: seconds = work / cards + bytes / link. Work and bytes follow from sizes alone.
 
-Training goes by published speeds, or one measured matrix product, and an assumed link. Sampling, where a split chooses
-between three ways of using several cards, goes by one product per card and the slowest link, measured where the cards
-are here:
+Training goes by published speeds, or one measured matrix product, and an assumed link. Sampling goes by one product per
+card and the slowest link, measured where the cards are here; else by published speeds and an assumed link. A split
+chooses between three ways, of f forwards (conds times pictures):
 
-    blocks          f * (sum(t) + c)               t: what a card computes of a forward, by its share; f forwards
-    with overlap    sum(t) + (f - 1) * max(t) + c  forwards (conds times pictures) follow each other through the cards
+    blocks          f * (sum(t) + c)               t: what a card computes of a forward, by its share
+    with overlap    sum(t) + (f - 1) * max(t) + c  forwards follow each other through the cards
     tensor          f * (max(t') + c)              t': its share of each block, and what every card computes whole
     tokens          g * max(T) + h * (max(t) + c)  T: a whole forward; g rounds of one per card, h forwards remain
 
 Copies c are the stream over each border, or with relay of every block; with tensor all partial sums; with tokens the
-keys and values of the other cards' rows. What the host takes to launch kernels is left out: CUDA graphs spare it. Nor
-is it counted that tokens may send while it computes: the
-plain sum is what a slow link was measured at.
+keys and values of the other cards' rows. Left out is what the host takes to launch kernels, which CUDA graphs spare,
+and that tokens may send while it computes: the plain sum is what a slow link was measured at.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import make_empty_transformer
 from ..families.comfy.native import NativeModel
-from ..families.spec import BlockList
+from ..families.comfy.token_plans import plan_of
+from ..families.spec import BlockList, ModelFamily, Variant
 from ..families.tensor_plan import Shares, TensorPlan
 from ..families.token_plan import TokenPlan, places, segments
-from ..parallel.placement import attention_width, block_flops, native_list, products_of, tokens_seen
-from .cards import PCIE_BYTES_PER_S, MachineSpeed
+from ..parallel.local.heads import groups_for
+from ..parallel.local.shards import find_plan, shares_of
+from ..parallel.placement import (
+    attention_width,
+    block_flops,
+    block_names,
+    blocks_with_lists,
+    native_list,
+    parameter_bytes,
+    products_of,
+    tokens_seen,
+)
+from ..system.telling import aligned
+from .cards import PCIE_BYTES_PER_S, SHARE_OF_PEAK, SHARE_OF_PRODUCT, Card, MachineSpeed, machine_speed
 
 # A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/benchmarks.md. "stored" takes 1.3 to
 # 2.0, by what the file has: GGUF Q8_0 and float8 little, Q4_K and rotated int8 most.
@@ -60,6 +78,9 @@ _CHOICE_BYTES = 2 * (8 + 2)  # of two of several experts, as an index and a numb
 _SIXTEEN_BITS = 2  # bytes of a number that is computed with, whatever the weights are stored in
 _TEXT_ROWS = frozenset(("txt", "y", "crop"))  # segments of token plans
 _FEW_ROWS = ("-", "a")  # keys that stay where they are; sound beside a clip
+_SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})(?:x([0-9]{1,4}))?")
+_KEPT_BYTES = 1.7e9  # of a card, by its driver and by ComfyUI for computing
+_BITS = (16, 8)
 
 WayName = Literal["blocks", "tensor", "tokens"]
 
@@ -92,8 +113,8 @@ class ForwardWork:
     Args:
         flops: of all blocks. whole_flops: of layers that every card computes whole where the cards divide blocks.
         sent_bytes: of partial sums that a card then sends each other card.
-        stream_bytes: of activations between two blocks.
-        key_bytes: of keys and values of all rows, in all attentions. num_blocks: 0 for not known.
+        stream_bytes: of activations between two blocks. key_bytes: of keys and values of all rows, in all attentions.
+        num_blocks: 0 for not known.
     """
 
     flops: float
@@ -109,8 +130,7 @@ class ForwardWork:
         return flops / (min(machine.flops_per_s) * BLOCK_RATE)
 
 
-@dataclass(frozen=True)
-class SampledBlock:
+class SampledBlock(NamedTuple):
     """A block and how it may be shared out. keys: as of BlockRows; "" where nobody described them."""
 
     block: nn.Module
@@ -130,10 +150,9 @@ def work_of(
     """
     flops = whole_flops = all_keys = sent_bytes = 0.0
     most_width = 0
-    for each in blocks:
-        block, plan, side = each.block, each.plan, each.side
+    for block, side, plan, keys in blocks:
         flops += block_flops(block, side, *num_tokens)
-        all_keys += key_bytes(block, each.keys, side, num_tokens, sent_size)
+        all_keys += key_bytes(block, keys, side, num_tokens, sent_size)
         products, width = products_of(block, side, *num_tokens), 0
         sums: dict[str, float] = {}  # by where they are added up: several linears may share a sum
         for name, module in block.named_modules() if plan else ():
@@ -169,11 +188,7 @@ def forward_work(
     tokens: TokenPlan | None = None,
     sent_size: int = _SIXTEEN_BITS,
 ) -> ForwardWork:
-    """Of so many picture tokens beside the text's.
-
-    Args:
-        blocks: by name, how each is divided, if it is. tokens: where the class has rows. sent_size: as of work_of.
-    """
+    """Of so many picture tokens beside the text's. blocks: how each is divided, if it is. sent_size: as of work_of."""
     side, keys = native_list(layout), keys_of(blocks, tokens)
     sampled = [
         SampledBlock(model.get_submodule(name), side, how[0] if how else None, keys[name])
@@ -254,16 +269,12 @@ class Ways:
         rounds, remaining = divmod(num_forwards, count) if is_dealt else (0, num_forwards)
         return rounds * max(wholes) + remaining * one
 
-    def prefers_tensor(self, counts: Sequence[int]) -> bool:
-        """Whether dividing is faster than blocks for each of these numbers of forwards."""
-        return all(found.tensor < GAIN * found.blocks for found in map(self.seconds, counts))
-
     def fastest(self, counts: Sequence[int]) -> WayName:
         """Tokens where it gains over what it would be else, for each of these numbers of forwards."""
-        otherwise: WayName = "tensor" if self.prefers_tensor(counts) else "blocks"
-        gain = GAIN if otherwise == "blocks" else TOKENS_GAIN  # beside blocks tokens forbid as much as tensor does
-        gains = all(found.tokens < gain * getattr(found, otherwise) for found in map(self.seconds, counts))
-        return "tokens" if gains else otherwise
+        steps = list(map(self.seconds, counts))
+        if all(found.tensor < GAIN * found.blocks for found in steps):
+            return "tokens" if all(found.tokens < TOKENS_GAIN * found.tensor for found in steps) else "tensor"
+        return "tokens" if all(found.tokens < GAIN * found.blocks for found in steps) else "blocks"
 
     @property
     def _link(self) -> float:
@@ -272,3 +283,214 @@ class Ways:
 
     def _card_s(self, flops: float) -> list[float]:
         return [flops / (rate * BLOCK_RATE) for rate in self.machine.flops_per_s]
+
+
+# ---- a step of sampling over cards that need not be here; nothing is loaded
+
+
+@dataclass(frozen=True)
+class SampledModel:
+    """What is known of a model by its sizes. Blocks in execution order; bytes are of its weights in 16 bits."""
+
+    name: str
+    family: ModelFamily
+    variant: Variant
+    blocks: tuple[SampledBlock, ...]
+    block_bytes: int
+    other_bytes: int
+
+    @classmethod
+    def of(cls, info: CheckpointInfo, variant: Variant) -> SampledModel:
+        """Raises: ValueError as block_names."""
+        model, family = make_empty_transformer(info), info.family
+        names = block_names(model, family)
+        # Of families that diffusers builds text is a stream of the blocks, or attended to.
+        own = "=txt+img" if any(each.is_joint for each in family.block_lists) else "=x"
+        keys = keys_of(names, plan_of(family.native)) if family.native else dict.fromkeys(names, own)
+        blocks = tuple(
+            SampledBlock(block, side, find_plan(family.tensor, block), keys[name])
+            for name, (block, side) in zip(names, blocks_with_lists(model, family), strict=True)
+        )
+        sizes, rest = parameter_bytes(model, names, element_size=2)
+        return cls(variant.name, family, variant, blocks, sum(sizes), rest)
+
+    def weight_bytes(self, bits: int) -> float:
+        """Of a file whose blocks are stored in so many bits."""
+        return self.block_bytes * bits / 16 + self.other_bytes
+
+    def can_divide(self, num_cards: int) -> bool:
+        try:
+            return all(each.plan and shares_of(each.block, each.plan, (1.0,) * num_cards) for each in self.blocks)
+        except ValueError:  # fewer heads than cards
+            return False
+
+
+def parse_size(text: str, model: SampledModel) -> tuple[int, int, int]:
+    """Width, height and frames of "1024x1024" or "832x480x33".
+
+    Raises: ValueError that says what is wrong with it.
+    """
+    match, latent = _SIZE.fullmatch(text.strip().lower()), model.family.latent_of(model.variant)
+    if match is None:
+        raise ValueError(f"--sample {text!r} is no size; give width x height, such as 1024x1024, or 832x480x33 frames")
+    width, height, frames = int(match[1]), int(match[2]), int(match[3] or 1)
+    if min(width, height) < latent.size_multiple or frames < 1:
+        raise ValueError(f"--sample {text}: {model.name} makes pictures of {latent.size_multiple} pixels and more")
+    if frames > 1 and not latent.is_video:
+        raise ValueError(f"--sample {text}: {model.name} makes pictures, no clips; leave out the x{frames}")
+    return width, height, frames
+
+
+@dataclass(frozen=True)
+class SamplingForecast:
+    """A model of one size (width, height, frames) on some cards. is_measured: whether speeds are this machine's."""
+
+    model: SampledModel
+    size: tuple[int, int, int]
+    cards: tuple[Card, ...]
+    machine: MachineSpeed
+    is_measured: bool
+
+    @cached_property
+    def work(self) -> ForwardWork:
+        return work_of(self.model.blocks, self.num_tokens, len(self.cards))
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        width, height, frames = self.size
+        return self.model.family.latent_of(self.model.variant).num_tokens(height, width, frames), NUM_TEXT_TOKENS
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Forwards of a step: one, and two with CFG."""
+        return (1, 2) if self.model.variant.training_guidance is None else (1,)
+
+    def one_card(self, num_forwards: int) -> float:
+        """Seconds of a step of the fastest card alone, whether it has room or not."""
+        return num_forwards * self.work.flops / (max(self.machine.flops_per_s) * BLOCK_RATE)
+
+    def held_bytes(self, way: WayName, bits: int) -> list[float]:
+        """Weights that each card holds."""
+        model, count, size = self.model, len(self.cards), self.model.weight_bytes(bits)
+        if way == "blocks":
+            rooms = [card.usable_bytes for card in self.cards]
+            return [size * room / sum(rooms) for room in rooms]
+        divided = (size - model.other_bytes) / count
+        return [size] * count if way == "tokens" else [divided + model.other_bytes, *[divided] * (count - 1)]
+
+    def streamed_bytes(self, way: WayName, bits: int) -> float:
+        """Weights that the cards have no room for, which wait in host memory."""
+        held = zip(self.held_bytes(way, bits), self.cards, strict=True)
+        return sum(max(0.0, size - (card.usable_bytes - _KEPT_BYTES)) for size, card in held)
+
+    def ways(self, bits: int | None = None) -> Ways:
+        """Those that auto would look at with weights stored in so many bits; None: of any room. There are several
+        cards."""
+        count, rooms, native = len(self.cards), [card.usable_bytes for card in self.cards], self.model.family.native
+        # As a split plans them: blocks by memory, heads evenly, rows by speed.
+        can_divide = self.model.can_divide(count) and not (bits and self.streamed_bytes("blocks", bits))
+        can_share = all(each.keys for each in self.model.blocks) and not (bits and self.streamed_bytes("tokens", bits))
+        return Ways(
+            self.work,
+            self.machine,
+            [room / sum(rooms) for room in rooms],
+            [1 / count] * count if can_divide else (),
+            can_overlap=True,
+            crossings=count,
+            token_shares=self.machine.flops_per_s if can_share else (),
+            can_deal=native is None or native.keeps_nothing,  # with the node's overlap, which is on by default
+            groups=groups_for(min(self.machine.flops_per_s), self.machine.bytes_per_s or 1.0),
+        )
+
+    def taken(self, bits: int) -> WayName:
+        """What way auto would take: that of the usual size, whatever is sampled then."""
+        is_video = self.model.family.latent_of(self.model.variant).is_video
+        num_tokens = CLIP_TOKENS if is_video else PICTURE_TOKENS, NUM_TEXT_TOKENS
+        usual = work_of(self.model.blocks, num_tokens, len(self.cards))
+        return replace(self.ways(bits), work=usual).fastest(self.counts)
+
+    def _seconds(self, bits: int | None = None) -> dict[WayName, dict[int, float]]:
+        """Of a step of so many forwards, by way; {} for one card."""
+        steps = {count: self.ways(bits).seconds(count)._asdict() for count in self.counts if len(self.cards) > 1}
+        possible: Any = [way for way, seconds in steps.get(1, {}).items() if seconds < math.inf]
+        return {way: {count: each[way] for count, each in steps.items()} for way in possible}
+
+    def verdict(self, bits: int) -> str:
+        """ "8-bit file: way auto takes tokens, about 1.1 s per step, 1.7 times one card"."""
+        alone, way = self.one_card(1), self.taken(bits) if len(self.cards) > 1 else "tokens"
+        said = f"one card, about {alone:.2g} s per step"
+        if len(self.cards) > 1:
+            seconds = self._seconds()[way][1]
+            said = f"way auto takes {way}, about {seconds:.2g} s per step, {alone / seconds:.2g} times one card"
+        streamed = self.streamed_bytes(way, bits) / 1e9
+        note = f"; {streamed:.3g} GB that do not fit are streamed from RAM at every step, which is not in it"
+        return f"{bits}-bit file: {said}{note * bool(streamed)}"
+
+    def describe(self) -> str:
+        """The verdict for a 16-bit and an 8-bit file, what they go by, and a row per way."""
+        width, height, frames = self.size
+        cards = Counter(map(_name_of, self.cards))
+        link = f", {self.machine.bytes_per_s / 1e9:.3g} GB/s each way between two" if self.machine.bytes_per_s else ""
+        names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in cards.items())
+        clip, source = f", {frames} frames" * (frames > 1), "measured" if self.is_measured else "published speeds"
+        basis = f"{self.model.name}, {width}x{height}{clip}; {names}: a forecast by {source}{link}"
+        return "\n".join([*map(self.verdict, _BITS), basis, "", aligned(list(self._rows()))])
+
+    def _rows(self) -> Iterator[list[str]]:
+        sizes = (f"{bits}-bit weights, GB per card" for bits in _BITS)
+        yield ["way", *("s per step" + " with CFG" * (n > 1) for n in self.counts), "times one card", *sizes]
+        speeds, alone = self.machine.flops_per_s, {count: self.one_card(count) for count in self.counts}
+        room = max(card.usable_bytes for card, speed in zip(self.cards, speeds, strict=True) if speed == max(speeds))
+        steps: dict[Any, dict[int, float]] = {"one card": alone, **self._seconds()}
+        for way, seconds in steps.items():
+            row = [way, *(f"{each:.2g}" for each in seconds.values()), f"{alone[1] / seconds[1]:.2g}"]
+            for bits in _BITS:
+                whole = self.model.weight_bytes(bits)
+                held = [whole] if seconds is alone else self.held_bytes(way, bits)
+                has_room = whole <= room - _KEPT_BYTES if seconds is alone else not self.streamed_bytes(way, bits)
+                own = sorted({round(size / 1e9, 1) for size in held}, reverse=True)
+                row.append(" and ".join(f"{size:.1f}" for size in own) + " (no room)" * (not has_room))
+            yield row
+
+    def values(self) -> dict[str, Any]:
+        """The same, for JSON."""
+        return {
+            "model": self.model.name,
+            "size": list(self.size),
+            "cards": list(map(_name_of, self.cards)),
+            "is_measured": self.is_measured,
+            "link_bytes_per_s": self.machine.bytes_per_s,
+            "one_card_s": {str(count): self.one_card(count) for count in self.counts},
+            "files": {
+                str(bits): {"taken": self.taken(bits), "seconds": self._seconds(bits)}
+                for bits in _BITS
+                if len(self.cards) > 1
+            },
+        }
+
+
+def _name_of(card: Card) -> str:
+    """ "RTX 3090"; of a card that is known by its memory alone "RTX 4090, assumed from 24 GB"."""
+    name = card.kind.name if card.kind else card.name
+    return f"{name}, assumed from {card.total_bytes / 1e9:.0f} GB" if card.is_assumed else name
+
+
+def forecast_sampling(model: SampledModel, size: str, cards: Sequence[Card]) -> SamplingForecast:
+    """For cards that are here, or need not be.
+
+    Raises: ValueError for a size that is none, or a card whose speed nobody knows.
+    """
+    is_measured = all(card.has_context for card in cards)
+    if is_measured:
+        machine = machine_speed([card.device for card in cards])
+    else:
+        if unknown := [card for card in cards if card.kind is None]:
+            size_gb = f"{unknown[0].total_bytes / 1e9:.0f} GB"
+            raise ValueError(
+                f"cards: no card of {size_gb} is in the table of speeds; name the models, such as 2x3090 or 5090,4090"
+            )
+        kinds = [card.kind for card in cards if card.kind]
+        product = SHARE_OF_PEAK / SHARE_OF_PRODUCT * 1e12  # of peaks, in a large matrix product
+        link = min(kind.link_bytes_per_s for kind in kinds) if len(kinds) > 1 else None
+        machine = MachineSpeed(tuple(kind.tera_per_s * product for kind in kinds), link, time.strftime("%Y-%m-%d"))
+    return SamplingForecast(model, parse_size(size, model), tuple(cards), machine, is_measured)

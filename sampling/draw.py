@@ -1,23 +1,36 @@
-"""From a prompt to latents, in Euler steps of the model that trains.
+"""From a prompt to latents, in Euler steps of the model that trains; to pixels, and to the bytes of a picture file.
 
-Where the steps are and what each does is told by EulerSteps (families/spec.py). Of our own families diffusers'
-scheduler makes them, on noise levels that the makers of the model shift (families/). Of ComfyUI's own classes its
-sampler's rules do (nodes/host/native/drawing.py). What is drawn is kept on the CPU in float32, so a split changes
-nothing of it. The noise has a generator of its own, and its numbers are those that diffusers' pipelines and ComfyUI
-draw from the same seed on the CPU.
+EulerSteps (families/spec.py) are of diffusers' scheduler, or for ComfyUI's own classes of its sampler's rules
+(nodes/host/native/drawing.py). What is drawn is kept on the CPU in float32, so a split changes nothing of it. The noise
+is what diffusers' pipelines and ComfyUI draw from the same seed on the CPU.
+
+The VAE goes to a device of the run if what decoding takes there stays below what training was forecast to reserve, so
+pictures raise no peak. Where the whole picture is too much, tiles may fit. Else the CPU decodes, in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import io
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from ..config.training import SamplesConfig
-from ..families.spec import EulerSteps, ModelFamily, Variant
+from ..encoding.vae import load_vae
+from ..families.spec import EulerSteps, HostModel, ModelFamily, Variant
+from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
+from ..planning.dry_run import META, Kernels, MemoryMeter, as_on_card
 from ..system.stopping import Stopped
+
+_TILE = 512  # pixels; diffusers' tiles overlap by a quarter
+# What convolutions take besides tensors, and what the allocator loses: not measured, guesses on the safe side.
+_WORKSPACE_BYTES, _LOSSES = 256_000_000, 1.25
+_CLIP_QUALITY = 90
 
 Text = Mapping[str, torch.Tensor]
 # (latents [1, C, F, H, W], noise level [1], text and conditions of one sample), float32 on the CPU -> what the model
@@ -27,18 +40,12 @@ Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
 
 @dataclass(frozen=True)
 class Drawing:
-    """How every picture of a job is drawn.
-
-    Args:
-        guidance: what the model's guidance input gets; None for a model without one.
-        cfg_scale: of classifier-free guidance; 1 computes a step once.
-        begin: the steps of a picture, by its image tokens.
-    """
+    """How every picture of a job is drawn."""
 
     seed: int
-    guidance: float | None
-    cfg_scale: float
-    begin: Callable[[int], EulerSteps]
+    guidance: float | None  # for the model's input; None for a model without one
+    cfg_scale: float  # of classifier-free guidance; 1 computes a step once
+    begin: Callable[[int], EulerSteps]  # the steps of a picture, by its image tokens
 
 
 def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant) -> Drawing:
@@ -59,11 +66,8 @@ def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant)
 
 
 class ScheduledSteps:
-    """diffusers' scheduler for models of velocity; see EulerSteps. Levels evenly from 1 to 1 / steps, shifted, then 0.
-
-    Args:
-        shift: s of families/spec.py's ShiftRule.
-    """
+    """diffusers' scheduler for models of velocity; see EulerSteps. Levels evenly from 1 to 1 / steps, shifted by s of
+    families/spec.py's ShiftRule, then 0."""
 
     def __init__(self, steps: int, shift: float) -> None:
         from diffusers import FlowMatchEulerDiscreteScheduler
@@ -99,12 +103,11 @@ def draw_latents(
     should_stop: Callable[[], bool],
     tell: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """Normalised latents of one picture, float32 on the CPU. [1, C, F, H, W]
+    """Normalised latents of one picture, float32 on the CPU. [1, *shape]
 
     Args:
-        shape: of them, without the batch.
         num_tokens: image tokens of the picture.
-        text, empty: what the model reads of the prompt and of the empty one; the latter for classifier-free guidance.
+        text, empty: what the model reads of the prompt, and for classifier-free guidance of the empty one.
         tell: called with the steps done and their number.
     Raises: Stopped between two steps, when should_stop() is true.
     """
@@ -125,10 +128,8 @@ def draw_latents(
 def picture_size(
     settings: SamplesConfig, family: ModelFamily, variant: Variant, side: int, frames: int
 ) -> tuple[int, int, int]:
-    """Height and width in pixels and frames of every picture.
+    """Height and width in pixels and frames of every picture; side and frames are taken where the job names none.
 
-    Args:
-        side: in pixels along a square, where the job names no size. frames: where it names no length.
     Raises: ValueError naming the setting that the model does not take.
     """
     latent = family.latent_of(variant)
@@ -150,3 +151,127 @@ def picture_size(
             f"{latent.nearest_length(num_frames)} works"
         )
     return height, width, num_frames
+
+
+# ---- pixels and files
+
+
+@dataclass
+class Decoder:
+    """Makes pixels of latents with the VAE at path, on a GPU in dtype. limits: bytes that may be reserved on each
+    device that may decode, in order; {} leaves the CPU."""
+
+    family: ModelFamily
+    variant: Variant
+    path: Path
+    dtype: torch.dtype
+    limits: Mapping[torch.device, int] = field(default_factory=dict)
+    _needs: dict[Any, int] = field(default_factory=dict)
+
+    def decode(self, drawn: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
+        """Pixels of each, 0..255; every entry of drawn is [1, C, F, H, W]. Yields [F, height, width, 3], uint8.
+
+        Raises: ValueError or OSError for a VAE that cannot be read.
+        """
+        vae = load_vae(self.family, self.variant, self.path, self.dtype)
+        try:
+            place, is_tiled = self._find_place(vae, max((tuple(each.shape) for each in drawn), key=math.prod))
+            vae = vae.to(place) if place != CPU else vae.float()
+            if is_tiled:
+                _use_tiles(vae)
+            for latents in drawn:
+                yield self._pixels(vae, latents.to(place))
+        finally:
+            del vae
+            release_cached_memory()
+
+    @torch.no_grad()
+    def _pixels(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Raises: RuntimeError for a picture that is not finite."""
+        pixels = self.family.decode_latents(vae, latents)[0].float()
+        if not torch.isfinite(pixels).all():
+            raise RuntimeError(
+                f'the VAE makes numbers of it that are not finite in {vae.dtype}; try cache.dtype = "float32"'
+            )
+        levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+        return levels.permute(1, 2, 3, 0).cpu()
+
+    def _find_place(self, vae: Any, shape: tuple[int, ...]) -> tuple[torch.device, bool]:
+        """The device that decodes, and whether in tiles."""
+        for is_tiled in (False, True) if self.limits else ():
+            if (shape, is_tiled) not in self._needs:
+                self._needs[shape, is_tiled] = decoding_bytes(self.family, vae, shape, is_tiled=is_tiled)
+            place = _first_with_room(self.limits, self._needs[shape, is_tiled])
+            if place != CPU:
+                return place, is_tiled
+        return CPU, False
+
+
+@dataclass(frozen=True)
+class HostDecoder:
+    """As Decoder, with a VAE, or a checkpoint that holds one, that ComfyUI loads and runs, in tiles where need be."""
+
+    host: HostModel
+    path: Path
+    limits: Mapping[torch.device, int] = field(default_factory=dict)
+
+    def decode(self, drawn: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
+        """See Decoder.decode. Raises: Stopped where the host's user has pressed Cancel."""
+        vae = self.host.open_vae(self.path)
+        try:
+            shape = max((tuple(each.shape) for each in drawn), key=math.prod)
+            place = _first_with_room(self.limits, vae.needed_bytes(shape))
+            for latents in drawn:
+                pixels = vae.decode(latents, place)
+                if not torch.isfinite(pixels).all():
+                    raise RuntimeError(f"the VAE {self.path} makes numbers of it that are not finite")
+                yield (pixels * 255).clamp(0, 255).to(torch.uint8)  # as ComfyUI's Save Image rounds
+        finally:
+            vae.close()
+            release_cached_memory()
+
+
+def _first_with_room(limits: Mapping[torch.device, int], held: int) -> torch.device:
+    """The first device on which so many bytes, and what nobody can count, may still be reserved; else the CPU."""
+    needed = int(held * _LOSSES) + _WORKSPACE_BYTES
+    for device, limit in limits.items():
+        module: Any = device_module(device)
+        free = free_bytes(device)
+        if module is not None and free is not None and needed <= min(limit - module.memory_reserved(device), free):
+            return device
+    return CPU
+
+
+def decoding_bytes(
+    family: ModelFamily, vae: Any, shape: tuple[int, ...], *, is_tiled: bool, kernels: Kernels | None = None
+) -> int:
+    """Bytes of a VAE and of the tensors of its decoding at their peak, counted without data. shape: of the latents,
+    [B, C, F, H, W]. kernels: the way operations take; None for that of cards."""
+    with META:
+        twin = type(vae).from_config(vae.config).to(vae.dtype).eval().requires_grad_(False)
+    if is_tiled:
+        _use_tiles(twin)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in (*twin.parameters(), *twin.buffers()))
+    meter = MemoryMeter()
+    with torch.no_grad(), as_on_card(kernels or Kernels()), meter:
+        family.decode_latents(twin, torch.empty(shape, device=META))
+    return held + meter.peak
+
+
+def _use_tiles(vae: Any) -> None:
+    vae.enable_tiling()
+    if hasattr(vae, "tile_latent_min_size"):  # as large as the picture by default
+        vae.tile_sample_min_size = _TILE
+        vae.tile_latent_min_size = _TILE // 2 ** (len(vae.config.block_out_channels) - 1)
+
+
+def as_file(pixels: torch.Tensor, fps: float) -> tuple[str, bytes]:
+    """Ending and content of a file: PNG for one frame, else an animated WebP. pixels: [F, height, width, 3], uint8."""
+    frames = [Image.fromarray(frame.numpy()) for frame in pixels]
+    file = io.BytesIO()
+    if len(frames) == 1:
+        frames[0].save(file, "PNG")
+        return "png", file.getvalue()
+    options = {"save_all": True, "append_images": frames[1:], "duration": round(1000 / fps), "loop": 0}
+    frames[0].save(file, "WEBP", quality=_CLIP_QUALITY, **options)
+    return "webp", file.getvalue()

@@ -1,8 +1,7 @@
 """When a run draws its sample pictures, and how they reach the disk and the outside.
 
 They are drawn between two steps by the model that trains, in place: eager, without gradients, dropout or gradient
-checkpointing. Everything random is put back afterwards, so training does not know of it. Whatever goes wrong with a
-picture is a warning.
+checkpointing. Random states are put back afterwards. Whatever goes wrong with a picture is a warning.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from ..system.files import write_atomically
 from ..system.stopping import Requests, Stopped, never
 from ..training.batches import CachedSamples
 from ..training.objective import predict
-from .decode import Decoder, HostDecoder, as_file
-from .draw import Drawing, Text, draw_latents
+from .draw import Decoder, Drawing, HostDecoder, Text, as_file, draw_latents
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +42,10 @@ class Sampler:
     """Draws the pictures of one run.
 
     Args:
-        folder: of the run.
-        last: the last step.
+        folder: of the run. last: its last step.
         shape: of the latents, [C, F, H, W]; () takes that of the training sample whose first frame is given.
         data: to train on; it has the states of all prompts.
-        replica: the model and the device of its inputs.
-        compiled: its blocks and those of its copies, if they are.
-        devices: every device that trains.
+        replica: the model and the device of its inputs. compiled: blocks of all copies. devices: all that train.
         ranks: which all have a sampler, called at the same points; the first one decides, decodes and writes.
         in_lockstep: whether every forward is computed by all ranks, as each has a share of the weights.
     """
@@ -73,11 +68,7 @@ class Sampler:
     in_lockstep: bool = False
 
     def is_due(self, step: int, *, is_start: bool = False) -> bool:
-        """Whether pictures are wanted after this step.
-
-        Args:
-            is_start: whether the run stands there as it starts. A resumed one draws only what it has not drawn.
-        """
+        """Whether pictures are wanted after this step; where the run starts there, those that it has not drawn."""
 
         def decide() -> bool:
             if Requests(self.folder).take("sample"):
@@ -94,11 +85,8 @@ class Sampler:
         return self.ranks.from_first(decide)
 
     def draw(self, step: int, should_stop: Callable[[], bool]) -> None:
-        """Draw every prompt, write the pictures and tell of each. A stop ends it.
-
-        The other ranks wait for it. What fails is warned of. In lockstep only decoding may fail: a process that
-        stopped drawing would leave the others waiting.
-        """
+        """Draw every prompt, write the pictures and tell of each, while other ranks wait. A stop ends it. What fails is
+        warned of; in lockstep only decoding may, as a process that stopped drawing would leave the others waiting."""
         with self.ranks.doing():
             if self.in_lockstep or self.ranks.is_first:
                 is_alone = self.ranks.is_launched and not self.in_lockstep

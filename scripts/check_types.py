@@ -31,7 +31,7 @@ ROOMS = (
     "system",
     "training",
 )
-FILES = ("assembly.py", "compat.py", "events.py", "execution.py")
+FILES = ("assembly.py", "compat.py", "events.py")
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ import torch
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.families.registry import find_family
-from devicebridge.jobs.resolve import search_space
 from devicebridge.planning.cards import Card
 from devicebridge.planning.costs import BlockCost, ModelCosts, StepCost
 from devicebridge.planning.dry_run import Work
@@ -79,7 +78,7 @@ def make_question(
     """given: sections of the job, and what else a Question takes."""
     names = ("frames", "link", "cuts", "host_bytes")
     own = {name: given.pop(name) for name in names if name in given}
-    return Question(costs, search_space(make_plan_job(**given)), tuple(cards), bucket, **own)
+    return Question(costs, make_plan_job(**given), tuple(cards), bucket, **own)
 
 
 def make_cards(*sizes_gb: float, speeds: tuple[float, ...] = (), refuses: frozenset[str] = frozenset()) -> list[Card]:

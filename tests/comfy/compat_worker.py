@@ -21,9 +21,9 @@ NAMES = Path(__file__).with_name("comfyui_api.txt")
 
 def _start_comfyui() -> None:
     """What main.py does before it loads packs, without listening; fork_host.py has done the first of it."""
+    import execution  # noqa: F401
     import server
 
-    import execution  # noqa: F401
     import nodes
 
     server.PromptServer(asyncio.new_event_loop())

@@ -10,11 +10,10 @@ from unittest import mock
 import comfy.ops
 import torch
 from comfy.ldm.lightricks.av_model import LTXAVModel
-from devicebridge.assembly import assemble_for_training
+from devicebridge.assembly import ExecutionPlan, assemble_for_training
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.config.job import LoraSettings
 from devicebridge.encoding.comfy_data import read_conditioning
-from devicebridge.execution import ExecutionPlan
 from devicebridge.families.comfy.inputs import STREAM
 from devicebridge.families.comfy.registry import find_native
 from devicebridge.jobs.build import make_runner

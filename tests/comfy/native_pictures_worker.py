@@ -19,7 +19,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.nodes.host.native import files
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
-from devicebridge.sampling.decode import HostDecoder
+from devicebridge.sampling.draw import HostDecoder
 from devicebridge.system.stopping import never
 from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory

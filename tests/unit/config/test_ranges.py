@@ -38,23 +38,14 @@ def _job(key: str, value: Any) -> JobConfig:
 GARBAGE = [
     ("optimizer.learning_rate", math.inf, "from 1e-10 to 1"), ("optimizer.learning_rate", 1e30, "from 1e-10 to 1"),
     ("optimizer.learning_rate", math.nan, "from 1e-10 to 1"), ("optimizer.learning_rate", 0, "from 1e-10 to 1"),
-    ("optimizer.weight_decay", math.inf, "from 0 to 10"),
     ("train.clip_norm", 1e-30, "is 0 or a number from 0.0001 to 1e+06"),
-    ("train.clip_norm", -1.0, "is 0 or a number from 0.0001 to 1e+06"),
     ("train.steps", 1e30, "is a whole number from 1 to 10000000"),
     ("train.steps", 2.5, "is a whole number from 1 to 10000000"),
-    ("train.batch_size", 10**9, "is a whole number from 1 to 1024"),
-    ("train.gradient_accumulation_steps", 10**9, "from 1 to 1024"),
-    ("train.seed", 2**70, "from 0 to 9223372036854775807"), ("evaluation.seed", 2**70, "from 0 to 9223372036854775807"),
-    ("data.caption_dropout", 1.0, "from 0 to 0.9; to train without captions, leave out their files"),
-    ("data.max_aspect_ratio", math.inf, "from 1 to 100"), ("data.bucket_step", 10**9, "from 0 to 1024"),
-    ("data.num_windows", 10**9, "from 1 to 1000"), ("objective.logit_mean", math.inf, "from -10 to 10"),
-    ("objective.logit_std", math.inf, "from 0.01 to 10"), ("objective.sigmoid_scale", math.inf, "from 0.01 to 10"),
+    ("train.seed", 2**70, "from 0 to 9223372036854775807"), ("objective.logit_mean", math.inf, "from -10 to 10"),
     ("objective.shift", 1e-300, "from 0.01 to 100"), ("objective.guidance", math.inf, "from 0 to 1000"),
-    ("lora.rank", 100_000, "from 1 to 1024"), ("lora.alpha", math.inf, "from 0.001 to 100000"),
-    ("lora.dropout", 0.999, "from 0 to 0.99"), ("cache.text_window_gb", math.inf, "from 0 to 100000"),
-    ("parallel.microbatches_ahead", 10**9, "from 0 to 1000"), ("schedule.warmup_steps", 10**12, "from 0 to 10000000"),
-    ("output.keep_last", 10**12, "from 1 to 10000"), ("data.fps", math.inf, "from 0.1 to 1000"),
+    ("data.fps", math.inf, "from 0.1 to 1000"), ("data.resolutions", [10**9], "from 1 to 8192"),
+    ("evaluation.quantiles", [1.0], "from 0.001 to 0.999"), ("split.memory_limit_gb", [math.inf], "from 0 to 100000"),
+    ("split.offloaded_blocks", [-1], "from 0 to 10000"),
 ]  # fmt: skip
 
 
@@ -62,23 +53,9 @@ GARBAGE = [
 def test_a_setting_that_trains_garbage_is_refused_with_its_range(key: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError) as refused:
         _job(key, value)
-    assert key in str(refused.value) and message in str(refused.value) and f"(found {value!r})" in str(refused.value)
-
-
-LISTS = [
-    ("data.resolutions", 10**9, "from 1 to 8192"), ("data.frames", 10**9, "from 1 to 10000"),
-    ("evaluation.quantiles", 0.0, "from 0.001 to 0.999"), ("evaluation.quantiles", 1.0, "from 0.001 to 0.999"),
-    ("split.memory_limit_gb", math.inf, "from 0 to 100000"),
-    ("split.blocks_without_checkpointing", 10**9, "from 0 to 10000"), ("split.offloaded_blocks", -1, "from 0 to 10000"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("key", "value", "message"), LISTS)
-def test_each_value_of_a_list_is_held_to_the_range(key: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        _job(key, [value])
-    assert f"{key}.0: " in str(refused.value) and message in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 2, "one line for one mistake"
+    wrong, place = (value[0], f"{key}.0: ") if isinstance(value, list) else (value, key)
+    assert place in str(refused.value) and message in str(refused.value) and f"(found {wrong!r})" in str(refused.value)
+    assert not isinstance(value, list) or len(str(refused.value).splitlines()) == 2, "one line for one mistake"
 
 
 @pytest.mark.parametrize("value", [True, "3"])

@@ -164,11 +164,11 @@ def test_auto_shares_out_no_rows_of_a_job_with_samples_that_cards_compute_whole(
     monkeypatch.setattr(resolve_module, "plan_training", asked.append)
     monkeypatch.setattr(resolve_module, "_refuse_without_rows", lambda subject: None)
     monkeypatch.setattr(resolve_module, "ModelCosts", lambda *args: SimpleNamespace(names=("a", "b")))
-    monkeypatch.setattr(resolve_module, "limited", lambda space, *args: space)
+    monkeypatch.setattr(resolve_module, "_left_out", lambda subject: frozenset())
     info = published_info()
     assert info.variant is not None
     size, model = (512, 512, 1), nn.Module()
     subject = Subject(info, info.variant, model, size, frozenset({size}), has_empty_caption=has_empty_caption)
     machine = resolve_module.Machine(tuple(map(torch.device, ("cuda:0", "cuda:1"))), tuple(make_cards(24, 24)))
     resolve_module.plan_on(make_plan_job(parallel=section), subject, machine)
-    assert ("tokens" in asked[0].space.strategies) == looks_at_tokens
+    assert ("tokens" in asked[0].open.strategies) == looks_at_tokens

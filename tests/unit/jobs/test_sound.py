@@ -20,8 +20,9 @@ from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_t
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
 from devicebridge.jobs.comfy_entries import read_encoded_samples, refuse_batches_with_sound, resolution_of
-from devicebridge.planning import refusal
+from devicebridge.planning import search
 from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, with_sound
+from devicebridge.tests.plans import make_plan_job
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
 from PIL import Image
@@ -264,9 +265,9 @@ def test_shorter_sounds_are_advised_where_memory_lacks(rate, advised):
     latent = LatentSpec(8, 1, size_multiple=1, audio_rows=16, sound_rate=rate)
     family = SimpleNamespace(latent_of=lambda variant: latent)
     model = SimpleNamespace(variant=SimpleNamespace(condition="none"), family=family)
-    space = SimpleNamespace(resolution=512, lora=SimpleNamespace(rank=2))
-    question: Any = SimpleNamespace(space=space, model=model, bucket=(140, 140), frames=1)  # 122.5 s
-    changes = {change.text: change.others["bucket"] for change in refusal._sizes(question)[0]}
+    job = make_plan_job(lora={"rank": 2})
+    question: Any = SimpleNamespace(job=job, model=model, bucket=(140, 140), frames=1)  # 122.5 s
+    changes = {str(change): change.others["bucket"] for change in search._sizes(question)[0]}
     assert changes == {f"data.seconds = {n}": (round((160 * n) ** 0.5),) * 2 for n in advised}
 
 

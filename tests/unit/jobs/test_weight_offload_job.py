@@ -6,11 +6,10 @@ import json
 
 import pytest
 import torch
-from devicebridge.assembly import assemble_for_training
+from devicebridge.assembly import ExecutionPlan, assemble_for_training
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.config.job import LoraSettings
-from devicebridge.execution import ExecutionPlan
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.offload import weights as weights_module

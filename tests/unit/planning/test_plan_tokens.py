@@ -8,7 +8,7 @@ from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.costs import BlockCost, StepCost
 from devicebridge.planning.dry_run import NoForecast, Work
 from devicebridge.planning.plan import TrainingPlan, plan_training, step_seconds
-from devicebridge.planning.refusal import is_possible, needed_at_least
+from devicebridge.planning.search import is_possible, needed_at_least
 from devicebridge.tests.plans import MadeUpCosts, make_cards, make_question
 
 GB, MB = 10**9, 10**6
@@ -52,7 +52,7 @@ def test_weights_that_do_not_fit_stream_alike_on_all_cards_and_are_in_host_memor
     assert plan.setting.strategy == "tokens" and plan.uncheckpointed == (0, 0)
     assert plan.offloaded[0] == plan.offloaded[1] > 2
     assert all(device.needed <= card.usable_bytes for device, card in zip(plan.devices, plan.cards, strict=True))
-    assert plan.host_bytes == (plan.offloaded[0] + 1) * GB  # and one block on its way from the file
+    assert plan.found.host_bytes == (plan.offloaded[0] + 1) * GB  # and one block on its way from the file
     room = (plan.offloaded[0] + 1) * GB / 0.9
     assert _plan(make_cards(100, 12), host_bytes=int(room + 1), **TOKENS).offloaded == plan.offloaded
     with pytest.raises(ValueError, match="host memory"):
@@ -86,7 +86,7 @@ def test_cards_share_out_the_rows_of_a_single_micro_batch() -> None:
     assert (
         plan.setting.strategy == "tokens"
         and plan.placement.row_shares == (1.0, 1.0)
-        and "one card at a time" in plan.why_shared
+        and "one card at a time" in plan.notes[0]
     )
     assert plan.step_s == pytest.approx(10)  # blocks keep their activations: a forward and a backward of half
 
@@ -138,7 +138,7 @@ def test_they_do_where_nothing_else_fits() -> None:
     costs = Sharing(block, halved_by=2, keys=100e9)
     question = make_question(costs, make_cards(30, 30), model={"quantize": "none"}, link=1e12)
     plan = plan_training(question)
-    assert plan.setting.strategy == "tokens" and "nothing else fits" in plan.why_shared
+    assert plan.setting.strategy == "tokens" and "nothing else fits" in plan.notes[0]
     assert {each.setting.strategy for each in plan.alternatives if each.times_longer is None} == {"none"}
 
 

@@ -27,14 +27,12 @@ from devicebridge.planning.plan import (
     describe_pace,
     draw_plan,
     parts_of,
-    picture_of,
     plan_training,
     plan_values,
     step_seconds,
 )
 from devicebridge.planning.question import STRATEGIES, Question, make_square
-from devicebridge.planning.refusal import needed_at_least, what_helps
-from devicebridge.planning.search import HOST_SHARE, UNHIDDEN
+from devicebridge.planning.search import HOST_SHARE, UNHIDDEN, needed_at_least, what_helps
 from devicebridge.planning.times import SCHEME_TIMES
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_plan_job, make_question, published_info
@@ -79,19 +77,6 @@ def test_two_cards_of_24_gb_take_flux2_in_8_bits():
     assert sum(device.num_blocks for device in plan.devices) == 56 == len(plan.placement.devices)
     assert sum(plan.uncheckpointed) > 0
     assert sum(device.weights for device in plan.devices) == pytest.approx(33.06 * GB, rel=1e-3)
-
-
-def test_uneven_cards_get_uneven_cuts_and_larger_pictures_fewer_kept_blocks():
-    small = _plan("40GB,16GB", (512, 512))
-    first, second = small.devices
-    assert first.num_blocks > second.num_blocks and first.weights > 1.5 * second.weights
-    large = _plan("40GB,16GB", (1024, 1024))
-    assert sum(large.uncheckpointed) < sum(small.uncheckpointed)
-
-
-def test_three_cards_of_16_gb_take_it_with_every_block_recomputed():
-    plan = _plan("16GB,16GB,16GB", (1024, 1024))
-    assert plan.uncheckpointed == (0, 0, 0) and all(d.needed <= 16 * GB for d in plan.devices)
 
 
 @pytest.mark.parametrize("train", [{"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 1}])
@@ -163,19 +148,10 @@ def test_texts_that_take_much_of_the_disk_are_forecast():
         assert [f"{size:.1f} GB of the disk" in note for note in notes] == [True] * is_said
 
 
-def test_another_card_is_named_by_the_size_that_would_do():
-    job = {"model": {"quantize": "fp8-compute"}, "train": {"gradient_checkpointing": False}}
-    helps = ["train.gradient_checkpointing = true", "another card of 141 GB"]
-    assert _helps(_ask("12GB", (1024, 1024), **job)) == helps
-    _plan("12GB,141GB", (1024, 1024), **job)
-    with pytest.raises(ValueError):
-        _plan("12GB,96GB", (1024, 1024), **job)
-
-
 def test_a_batch_or_a_size_that_is_too_large_is_named():
     sections = {"train": {"batch_size": 4}, "data": {"resolutions": [1024]}, "split": {"offloaded_blocks": [0, 0]}}
     helps = _helps(_ask("24GB,24GB", (1024, 1024), **sections))
-    assert "train.batch_size = 1 with accumulation = 4" in helps
+    assert "train.batch_size = 1 with train.gradient_accumulation_steps = 4" in helps
     assert any(each.startswith("data.resolutions = [") for each in helps)
 
 
@@ -198,7 +174,7 @@ def test_settings_of_the_user_are_kept_and_only_checked():
     plan = _plan("40GB,40GB", **manual)
     assert plan.placement.devices.count(torch.device("cuda:0")) == 20 and plan.uncheckpointed == (1, 2)
     question = _ask("26GB,26GB", split={"balance": "manual", "split_at": [40], "offloaded_blocks": [0, 0]})
-    assert 'split.balance = "memory"' in _helps(question)
+    assert 'split.balance = "memory" with split.split_at = []' in _helps(question)
     with pytest.raises(ValueError, match="blocks_without_checkpointing has 1 values"):
         _plan("40GB,40GB", split={"blocks_without_checkpointing": [1]})
     full = _plan("80GB,80GB", train={"gradient_checkpointing": False})
@@ -239,7 +215,7 @@ def test_swapped_blocks_are_forecast_where_the_user_asks():
     plan = _plan("24GB,24GB", split={"offloaded_blocks": [10, 10], "blocks_without_checkpointing": [0, 0]})
     assert plan.offloaded == (10, 10)
     assert sum(d.weights for d in plan.devices) < sum(d.weights for d in plain.devices)
-    assert plan.host_bytes > plain.host_bytes + 5 * GB
+    assert plan.found.host_bytes > plain.found.host_bytes + 5 * GB
 
 
 def test_blocks_stream_from_host_memory_where_the_cards_are_too_small():
@@ -250,7 +226,7 @@ def test_blocks_stream_from_host_memory_where_the_cards_are_too_small():
         assert any(plan.offloaded) and not any(plan.uncheckpointed)
         assert all(d.needed <= 0.95 * c.usable_bytes for d, c in zip(plan.devices, plan.cards, strict=True))
         assert plan_values(plan)["setting"]["offloaded_blocks"] == list(plan.offloaded)
-    assert plan.host_bytes > 20 * GB
+    assert plan.found.host_bytes > 20 * GB
 
 
 def test_host_memory_is_a_limit_too():
@@ -344,7 +320,7 @@ def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     fewest = next(count for count in range(3, 11) if needed - count + 2 <= 0.95 * 8)
     fast = plan_training(_made_up(make_cards(8), ONES))
     assert fast.offloaded == (fewest,) and fast.step_s == pytest.approx(30, rel=1e-3)
-    assert fast.host_bytes == (fewest + 1) * GB
+    assert fast.found.host_bytes == (fewest + 1) * GB
     slow = plan_training(_made_up(make_cards(8), ONES, link=GB / 4))
     assert slow.step_s == pytest.approx(2 * fewest * 4 + UNHIDDEN * 30)
     too_small = _made_up(make_cards(2.4), ONES)
@@ -368,9 +344,9 @@ def test_a_cut_that_takes_less_of_the_host_is_found():
     """The first card is so fast that it would take all blocks, and the host has no room for as many."""
     cards = make_cards(5, 5, speeds=(10.0, 1.0))
     most = plan_training(_made_up(cards, ONES))
-    host_bytes = int(0.9 * most.host_bytes / HOST_SHARE)
+    host_bytes = int(0.9 * most.found.host_bytes / HOST_SHARE)
     less = plan_training(_made_up(cards, ONES, host_bytes=host_bytes))
-    assert less.host_bytes <= HOST_SHARE * host_bytes < most.host_bytes
+    assert less.found.host_bytes <= HOST_SHARE * host_bytes < most.found.host_bytes
     assert less.step_s >= most.step_s
 
 
@@ -402,7 +378,7 @@ def test_inputs_are_offloaded_where_nothing_fits_otherwise():
     (device,) = plan.devices
     away = 10 - device.num_uncheckpointed
     assert plan.setting.offloads and device.checkpoints == (2 + device.num_uncheckpointed) * 5 * 10**8
-    assert plan.host_bytes == plan.offloaded_inputs == away * 5 * 10**8
+    assert plan.found.host_bytes == plan.found.offloaded_inputs == away * 5 * 10**8
     assert [other.times_longer for other in plan.alternatives if not other.setting.offloads] == [None]
     values = plan_values(plan)
     assert values["setting"]["offload_activations"] is True and values["offloaded_bytes"] > 0
@@ -436,34 +412,6 @@ def test_host_memory_that_is_not_there_is_not_pinned(asked):
     kept = {"blocks_without_checkpointing": [0]}
     assert _offloading(14, train=train, split=kept, host_bytes=7 * GB).setting.offloads
     _helps(_ask_offloading(14, train=train, split=kept, host_bytes=6 * GB))
-
-
-def test_a_wan_of_video_size_fits_cards_with_its_inputs_in_host_memory():
-    """Wan 14B at 480x832, 49 frames, in 8 bits over two cards of 16 GB, eight micro-batches a step."""
-    plans = {}
-    for asked in ("off", "on"):
-        train = {"gradient_accumulation_steps": 8, "offload_activations": asked}
-        split = {
-            "memory_limit_gb": [1000.0, 1000.0],
-            "blocks_without_checkpointing": [0, 0],
-            "offloaded_blocks": [0, 0],
-        }
-        sections = {"train": train, "split": split, "parallel": {"strategy": "pipeline"}}
-        cards = parse_cards("24GB,24GB")
-        plans[asked] = plan_training(make_question(full_size("wan"), cards, (480, 832), frames=49, **sections))
-    first = {asked: plan.devices[0] for asked, plan in plans.items()}
-    assert first["off"].held == 3
-    stream = 13 * 30 * 52 * 5120 * 2
-    blocks = plans["on"].devices[0].num_blocks
-    assert blocks * stream * 3 <= plans["on"].offloaded_inputs <= 3 * 40 * stream
-    assert first["off"].checkpoints - first["on"].checkpoints > (3 * blocks - 5) * stream
-
-
-def test_operations_are_the_default_times():
-    card = make_cards(1, speeds=(2.0,))[0]
-    question = _made_up([card], [2.0] * 10)  # seconds at speed 1
-    assert question.seconds(card, "none") == [1.0] * 10
-    assert question.seconds(card, "fp8-compute")[0] < 1.0
 
 
 def test_cards_are_read_as_written():
@@ -506,11 +454,7 @@ def test_optimizer_state_is_known_or_measured():
 
 def test_a_picture_has_a_bar_per_card():
     plan = _plan("24GB,24GB")
-    picture = draw_plan(plan)
-    tensor = picture_of(plan)
-    assert tensor.shape == (1, picture.height, picture.width, 3) and tensor.max() <= 1
-    weights = picture.getcolors(maxcolors=2**20)
-    shown = {colour: count for count, colour in weights}
+    shown = {colour: count for count, colour in draw_plan(plan).getcolors(maxcolors=2**20)}
     share = parts_of(plan.devices[0])["weights"] / plan.cards[0].usable_bytes
     assert shown[(0, 0x72, 0xB2)] > 2 * 0.8 * share * 640 * 30  # both bars are mostly weights
 

@@ -9,10 +9,9 @@ import pytest
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.cli.main import main
 from devicebridge.families.comfy.native import NativeModel
-from devicebridge.planning import sampling_forecast as forecast_module
+from devicebridge.planning import times as forecast_module
 from devicebridge.planning.cards import MachineSpeed, parse_cards
-from devicebridge.planning.sampling_forecast import SampledModel, forecast_sampling
-from devicebridge.planning.times import CLIP_TOKENS, PICTURE_TOKENS
+from devicebridge.planning.times import CLIP_TOKENS, PICTURE_TOKENS, SampledModel, forecast_sampling
 
 
 @functools.cache
@@ -121,7 +120,7 @@ def test_the_way_is_that_of_the_usual_size_and_the_seconds_are_of_the_asked_one(
     large = forecast_sampling(_model("flux1-dev"), "2048x2048", cards)
     assert large.ways(8).fastest(large.counts) != large.taken(8) == usual.taken(8)
     taken, seconds = large.taken(8), large.values()["files"]["8"]["seconds"]
-    assert f"takes {taken}, about {seconds[taken]['1']:.2g} s" in large.verdict(8)
+    assert f"takes {taken}, about {seconds[taken][1]:.2g} s" in large.verdict(8)
     clip = forecast_sampling(_model("wan2.1-t2v-14b"), "832x480x33", cards)
     assert (usual.num_tokens[0], clip.num_tokens[0]) == (PICTURE_TOKENS, CLIP_TOKENS)
 

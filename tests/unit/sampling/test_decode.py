@@ -8,8 +8,8 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.planning.dry_run import Kernels
-from devicebridge.sampling import decode
-from devicebridge.sampling.decode import Decoder, decoding_bytes
+from devicebridge.sampling import draw as decode
+from devicebridge.sampling.draw import Decoder, decoding_bytes
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, factories_on_cards, live_bytes
 from devicebridge.tests.toy import TINY
 
