@@ -1,7 +1,6 @@
 """A dataset folder as its captions are looked after: what has one, how it is cut, and writing one.
 
-A broken file refuses no dataset here, as it does before a training (folders.py): what is wrong is said beside it. Links
-are left out, so that nothing is read or written elsewhere through one.
+A broken file is said beside it. Links are left out, so that nothing is read or written elsewhere through one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Captions of images, clips and sounds: the files that hold them, and the texts that are trained.
 
 Of cat.png that is cat.txt, else cat.caption or cat.caption.txt, else an entry of a JSON file: cat.json, or one file for
-a whole folder, as Hugging Face's imagefolder, sd-scripts, musubi-tuner, ai-toolkit, diffusion-pipe and LTX's trainer
-have it. A JSON file counts as one of captions if an entry names an image or clip that is there; what is wrong in it is
-then refused.
+a whole folder, as other trainers have it. A JSON file counts as one of captions if an entry names an image or clip that
+is there; what is wrong in it is then refused.
 
 Where tags are shuffled or dropped, a text of each of some draws is made ahead, because encoders run before a training.
 A draw is a hash of the caption and its number: other seeds, images and runs have the same texts, and encode none anew.

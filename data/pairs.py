@@ -1,8 +1,8 @@
 """Files that belong to an image or clip by its name: pictures it was made from, and what it follows.
 
-cat.png has its references in each folder of references: cat.png (or another image format), cat_1.png, cat_2.png and so
-on without a gap. A name that is an image's own is nobody's second reference. What it follows is the one file, or folder
-of frames, of that name in the folder of control.
+cat.png has its references in each folder of references: cat.png (or another image format), cat_1.png and so on without
+a gap. A name that is an image's own is nobody's second reference. What it follows has its name in the folder of
+control.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sound files, and the sound of clips: how long they are, and the samples that are wanted of them.
 
-WAV, MP3, FLAC, Ogg and M4A go through PyAV (FFmpeg), as clips do, and come out as ComfyUI's Load Audio has them:
-float32 at the file's own rate, of which the first two channels are kept. The VAE's node resamples them. A clip's own
-track has the file's time, holes in it included; a sound file begins with its clip. What a sound beside a clip lacks is
-silence.
+They come out as ComfyUI's Load Audio has them: float32 at the file's own rate, of which the first two channels are
+kept. A clip's own track has the file's time, holes in it included; a sound file begins with its clip. What a sound
+beside a clip lacks is silence.
 """
 
 from __future__ import annotations

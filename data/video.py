@@ -1,18 +1,14 @@
 """One clip: from a video file, an animation or a folder of images to the frames that are trained on.
 
-A request names frames by number, counted in the order in which they are shown; samples.py chooses them.
+Videos go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as still images do. A frame is
+turned and mirrored as the file says, stretched where its pixels are not square, laid on white where it is transparent,
+and then resized and cropped like an image. YUV becomes RGB by the matrix and range the file names. There is no
+deinterlacing, and no tone mapping of HDR.
 
-Videos go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as still images do. A sub-folder of
-images, sorted by the numbers in their names, is a clip too.
-
-A frame is turned and mirrored as the file says, stretched where its pixels are not square, laid on white where it is
-transparent, and then resized and cropped like an image. YUV becomes RGB by the matrix and range the file names. There
-is no deinterlacing, and no tone mapping of HDR.
-
-The times of all packets, sorted, are the frames: that needs no decoding. A decoder may show
-nothing for a packet (VP8's hidden reference frames), so a wanted frame is the one on screen at its time. If the decoder
-ends before that time the clip is refused, never continued with its last frame. AVI and MPEG-PS have no time for each
-frame: all of such a clip is decoded, its frames are counted as they come, and they are shown evenly.
+The times of all packets, sorted, are the frames: that needs no decoding. A decoder may show nothing for a packet (VP8's
+hidden reference frames), so a wanted frame is the one on screen at its time. If the decoder ends before that time the
+clip is refused. AVI and MPEG-PS have no time for each frame: all of such a clip is decoded, its frames are counted as
+they come, and they are shown evenly.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """ComfyUI's CONDITIONING and LATENT taken apart: plain lists, dicts and tensors, of which nothing is imported.
 
-A CONDITIONING is a list of [states [1, S, D], options]. Of the options the families of our own read pooled_output; one
-of ComfyUI's own models reads what it likes, so tensors, numbers and strings are kept for it, and lists, dicts and CLIP
-vision outputs of them. What is neither kept nor read (areas, guidance, hooks) is refused rather than lost.
-A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W], of audio [B, C, T] or [B, C, H, T]}, as the VAE made it:
-samplers normalise it, so it is not yet. Of several streams (a video and its sound) samples is one object of ComfyUI's
-that holds a tensor of each. Its noise_mask, where it has one, says what of it samplers denoise.
+A CONDITIONING is a list of [states [1, S, D], options]. What of the options is neither read nor kept (areas, guidance,
+hooks) is refused rather than lost. A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W], of audio [B, C, T] or [B,
+C, H, T]}, as the VAE made it, not normalised yet; of several streams (a video and its sound) one object that holds a
+tensor of each. Its noise_mask says what of it samplers denoise.
 
-Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they make pairs, and
-where a LATENT is a batch, its CONDITIONING has one item per sample of it.
+Core's convention for lists of both: entry by entry they make pairs, and where a LATENT is a batch, its CONDITIONING has
+one item per sample of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sources that ask encoders which ComfyUI has loaded.
 
-What these make is kept as ComfyUI hands it on, and is made fit for the model when it is read
-(families/comfy/inputs.py). ComfyUI's encoders exist in its process only. What they made has a name that anybody can
-write down: the encoder's fingerprint, in a job's cache.text_source and cache.latent_source. Without the encoder such a
-source finds its entries and computes none.
+What these make is kept as ComfyUI hands it on (families/comfy/inputs.py makes it fit the model). Its name, in a job's
+cache.text_source and cache.latent_source, is the encoder's fingerprint: without the encoder such a source finds its
+entries and computes none.
 """
 
 from __future__ import annotations

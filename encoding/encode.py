@@ -1,12 +1,9 @@
 """Captions and images, encoded once and kept.
 
-Filling names every result by its content and sees what the store already has. Only if something is missing it loads
-the model, encodes one thing after the other, and frees the model before the next is loaded. Each result is stored as
-soon as it is there, so stopping loses at most the one in hand. Who computes is a source's matter (sources.py).
-
-Any number of processes may do this at once for one store, on any devices: each claims an entry before it computes it
-(store.py), and a model is loaded only by those that got something to compute. Progress counts what is done by
-whomever.
+Filling names every result by its content and sees what the store already has. Only if something is missing it loads the
+model, encodes one thing after the other, and frees the model before the next is loaded. Each result is stored as soon
+as it is there. Any number of processes may do this at once for one store: each claims an entry before it computes it
+(store.py), and progress counts what is done by whomever.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """What a cache entry is called: a hash of everything that decides its content, and of nothing else.
 
-A renamed image, a moved encoder folder, another device or a second run find their entries again. A changed caption,
-setting, weight, resize, crop or type gets a new key, and so does our own code where it changes a result: raise a
-version below. What an option adds is in the key only where the option is used, so that older keys stay valid.
-
-The device is left out on purpose: the same encoder on a CPU and a GPU rounds differently but computes the same thing.
-So are the versions of torch, transformers, diffusers, Pillow and PyAV: an update would throw away every cache, for
-differences that are nearly always none. Fingerprints of files and weights are in checkpoints/fingerprint.py.
+A changed caption, setting, weight, resize, crop or type gets a new key, and so does our own code where it changes a
+result: raise a version below. What an option adds is in the key only where the option is used, so that older keys stay
+valid. The device is left out on purpose, and so are the versions of torch, transformers, diffusers, Pillow and PyAV: an
+update would throw away every cache, for differences that are nearly always none.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """A folder of cached tensors: one safetensors file per entry, never used when it is not whole.
 
-An entry is written once under a key that names its content (see key.py) and never changes, so nothing is locked to read
-or write one: two writers of one key write the same bytes, and either rename wins. A file that is cut short, foreign or
-another entry's is seen by its header, one with flipped bytes by the checksum there, which `get` compares. All are
-misses; the entry is computed again and written over.
+An entry is written once under a key that names its content (key.py) and never changes, so nothing is locked to read or
+write one: two writers of one key write the same bytes. A file that is cut short, foreign or another entry's is seen by
+its header, one with flipped bytes by the checksum there, which `get` compares. All are misses; the entry is computed
+again and written over.
 
 Who computes an entry while several processes use one store: a claim is an operating system's lock on a file named after
-the entry. One process at a time has it, and the system takes it back when that process ends, however it ends. So an
-entry is computed a second time only if whoever computed it was killed before it was stored. The lock file goes when its
-entry is done. What a killed holder left, the next one to claim that entry removes, and so does pruning.
-
-Where there are no locks at all, one warning says so: the store stays whole, but work may be done twice. A run that is
-under way holds such a lock, too, and pruning spares all entries meanwhile.
+the entry, which the system takes back when its process ends, however it ends. The file goes when its entry is done.
+What a killed holder left, the next one to claim that entry removes, and so does pruning. Where there are no locks, one
+warning says so, and work may be done twice. A run that is under way holds such a lock, too, and pruning spares all
+entries meanwhile.
 """
 
 from __future__ import annotations
