@@ -314,7 +314,10 @@ def _inspect(
     if captions is None and folder.caption:
         captions, source = (folder.caption,), "their folder"
     song = attempt(tables.song_of, path) if latent.audio_rows else None
-    mask_size = attempt(_read_mask_size, mask) if mask else None
+    pixels = attempt(read_mask, mask) if mask else None
+    if pixels is not None and not pixels.any():
+        problems.append(f"{mask}: is all black, so nothing of its image would be trained")
+    mask_size = pixels is not None and (pixels.shape[0], pixels.shape[1])
     if size and mask_size and is_other_shape(mask_size, size):
         problems.append(
             f"{mask}: is {mask_size[1]}x{mask_size[0]}, but its image is {size[1]}x{size[0]}; "
@@ -346,13 +349,6 @@ def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo
         return clip, tuple(plan.cut(clip).values())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_mask_size(path: Path) -> tuple[int, int]:
-    mask = read_mask(path)
-    if not mask.any():
-        raise ValueError(f"{path}: is all black, so nothing of its image would be trained")
-    return mask.shape[0], mask.shape[1]
 
 
 # --- what is said of all ---------------------------------------------------------------------------------------------

@@ -173,8 +173,10 @@ def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
     if path.is_dir():
         files = sequence_files(path)
         return (open_image(files[index]) for index in wanted if index < len(files))
-    is_animation = path.suffix.lower() in animation_suffixes()
-    return _animation_images(path, wanted) if is_animation else _container_images(path, wanted)
+    if path.suffix.lower() not in animation_suffixes():
+        return _container_images(path, wanted)
+    frames = islice(enumerate(_animation_frames(path)), wanted[-1] + 1)
+    return (to_rgb(exif_transpose(file)) for index, (file, _) in frames if index in wanted)
 
 
 # --- folders of images -----------------------------------------------------------------------------------------------
@@ -229,14 +231,6 @@ def _probe_animation(path: Path) -> ClipInfo:
         times.append(end)
         end += duration
     return ClipInfo(size, len(times), tuple(times), end)
-
-
-def _animation_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
-    for index, (file, _) in enumerate(_animation_frames(path)):
-        if index in wanted:
-            yield to_rgb(exif_transpose(file))
-        if index >= wanted[-1]:
-            return
 
 
 # --- containers ------------------------------------------------------------------------------------------------------
@@ -329,10 +323,10 @@ def _container_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
         return
     times, _ = _read_track(path)
     targets = [times[index] for index in wanted if index < len(times)]
-    can_skip = bool(targets) and targets[0] > times[0] and _seeks_before(path, targets[0])
+    start = targets[0] if targets and targets[0] > times[0] and _seeks_before(path, targets[0]) else None
     with _opened(path) as (container, stream):
-        if can_skip:
-            container.seek(targets[0], stream=stream)
+        if start is not None:
+            container.seek(start, stream=stream)
         for frame in _on_screen(_decode(container, stream), targets):
             yield _to_image(frame, stream.sample_aspect_ratio)
 
