@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -169,33 +170,24 @@ def _place(path: Path | str) -> str:
 
 
 def _entries(file: Path, names: Mapping[str, object]) -> Iterator[_Entry]:
-    text = _read_text(file, _MOST_TABLE_BYTES, "captions")
-    too_many = f"{file}: has more entries than the {MAX_ENTRIES} files that a dataset may have; {_REMEDY}"
+    text, lines = _read_text(file, _MOST_TABLE_BYTES, "captions"), list[int]()
     if file.suffix.lower() == ".jsonl":
-        for number, line in enumerate(text.split("\n"), start=1):
-            if number > MAX_ENTRIES and line:
-                raise ValueError(too_many)
-            if line.strip():
-                yield _named(file, parse_json(line, f"{file}, line {number}", _REMEDY), number)
-        return
-    values = parse_json(text, str(file), _REMEDY)
+        rows = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        values: Any = [parse_json(line, f"{file}, line {n}", _REMEDY) for n, line in rows[: MAX_ENTRIES + 1]]
+        lines = [number for number, _ in rows]
+    else:
+        values = parse_json(text, str(file), _REMEDY)
     if isinstance(values, (list, dict)) and len(values) > MAX_ENTRIES:
-        raise ValueError(too_many)
+        raise ValueError(f"{file}: has more entries than the {MAX_ENTRIES} files that a dataset may have; {_REMEDY}")
     if isinstance(values, list):
-        yield from (_named(file, value, text=text) for value in values)
-    elif (
-        isinstance(values, dict)
-        and _place(file.with_suffix("")) in names
-        and {*_TEXT_KEYS, *_OF_SONGS, "tags"} & values.keys()
-    ):
-        yield _Entry(file, file.stem, values)
+        for value, line in zip_longest(values, lines[: len(values)], fillvalue=0):
+            keys = _NAME_KEYS if isinstance(value, dict) else ()
+            name = next((value[key] for key in keys if isinstance(value.get(key), str)), "")
+            yield _Entry(file, name, value, line, text)
     elif isinstance(values, dict):
-        yield from (_Entry(file, name, value, text=text) for name, value in values.items())
-
-
-def _named(file: Path, value: Any, line: int = 0, text: str = "") -> _Entry:
-    given = [value[key] for key in _NAME_KEYS if isinstance(value.get(key), str)] if isinstance(value, dict) else []
-    return _Entry(file, next(iter(given), ""), value, line, text)
+        is_own = _place(file.with_suffix("")) in names and {*_TEXT_KEYS, *_OF_SONGS, "tags"} & values.keys()
+        for name, value in [(file.stem, values)] if is_own else values.items():
+            yield _Entry(file, name, value, text="" if is_own else text)
 
 
 def _add(found: Tables, file: Path, entries: Sequence[_Entry], names: Mapping[str, Mapping[str, str]]) -> None:

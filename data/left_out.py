@@ -33,12 +33,9 @@ def left_out(
     others: Iterable[Path] = (),
 ) -> Iterator[str]:
     """Lines about files and sub-folders, where there are any. It only tells: what it cannot look through it leaves out.
-
-    Args:
-        media: images, clips, folders of images and sounds that are read, by the folder they lie in.
-        captions: their files, and other sounds. latent: of the model, which says whether a sub-folder can be a clip.
-        ask: raises to stop. beside, others: folders of references or control, or of something else.
-    """
+    media: what is read, by the folder it lies in. captions: their files, and other sounds. latent: says whether a
+    sub-folder can be a clip. ask: raises to stop. beside, others: folders of references or control, or of something
+    else."""
     beside, suffixes = dict.fromkeys(beside), SOUND_SUFFIXES if latent.audio_rows else media_suffixes()
     is_read = {each.resolve() for each in (*others, *beside, *media)}
     for root, paths in media.items():

@@ -113,17 +113,11 @@ def load_text_encoder(
     *,
     captions_per_pass: int = 0,
 ) -> TextEncoder:
-    """Load what `spec` needs from a diffusers model folder, offline, in eval mode and without gradients.
-
-    Weights come from safetensors only. close() the encoder when done.
-
-    Args:
-        dtype: of the computation and of what is not quantized.
-        quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
-        captions_per_pass: of layers that pass through the device; 0 has all of the encoder there.
-    Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a scheme that the device
-        cannot hold, or one that would be streamed.
-    """
+    """Load what `spec` needs from a diffusers model folder, offline, in eval mode and without gradients, from
+    safetensors only. close() the encoder when done. dtype: of the computation and of what is not quantized. quantize:
+    what the linears are rounded to as they are read. captions_per_pass: of layers that pass through the device; 0 has
+    all of the encoder there. Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a
+    scheme that the device cannot hold, or one that would be streamed."""
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
     config = _read_config(folder / spec.folder)

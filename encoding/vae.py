@@ -31,14 +31,10 @@ _LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
 
 
 def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dtype: torch.dtype) -> Any:
-    """The family's VAE on the CPU, in eval mode and without gradients.
-
-    Args:
-        variant: whose vae_config describes a single file; None takes the family's first.
-        path: VAE folder, pipeline folder with a `vae` folder in it, or single safetensors file.
-        dtype: of the parameters. Buffers stay float32: FLUX.2 normalises latents by running statistics kept in them.
-    Raises: ValueError if the path holds no VAE of this family's class, or not all of its weights.
-    """
+    """The family's VAE on the CPU, in eval mode and without gradients. variant: whose vae_config describes a single
+    file; None takes the family's first. path: VAE folder, pipeline folder with one, or single safetensors file. dtype:
+    of the parameters; buffers stay float32, for FLUX.2 normalises latents by statistics kept in them. Raises:
+    ValueError if the path holds no VAE of this family's class, or not all of its weights."""
     source = find_vae(path)
     if source.is_dir():
         import diffusers
@@ -125,10 +121,8 @@ def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def as_damage(path: Path, kind: str, remedy: str) -> Iterator[None]:
-    """Whatever a library raises for a folder's files, or a single file, becomes one message that names it.
-
-    What no other files would mend passes: a missing package, too little memory, a disk that fails, a lack of rights.
-    """
+    """Whatever a library raises for a folder's files, or a single file, becomes one message that names it. What no
+    other files would mend passes: a missing package, too little memory, a disk that fails, a lack of rights."""
     try:
         yield
     except (ImportError, MemoryError, torch.OutOfMemoryError):
