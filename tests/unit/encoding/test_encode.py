@@ -131,22 +131,6 @@ def test_equal_captions_are_encoded_once(encoders, tmp_path):
     assert computed == 1 and keys["a"] == keys[" a "]
 
 
-def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder(encoders, tmp_path, monkeypatch):
-    sizes, encode_batch = [], TextEncoder.encode_batch
-    monkeypatch.setattr(
-        TextEncoder, "encode_batch", lambda self, texts: sizes.append(len(texts)) or encode_batch(self, texts)
-    )
-    place = TextPlace(torch.device("cpu"), "for a test", 4)
-    monkeypatch.setattr(sources, "plan_text_place", lambda *args: place)
-    keys, computed = _encode(CAPTIONS, encoders, CacheStore(tmp_path / "streamed"), specs=(QWEN3,))
-    monkeypatch.undo()
-    assert computed == 10 and sizes == [4, 4, 2]
-    assert _encode(CAPTIONS, encoders, CacheStore(tmp_path / "resident"), specs=(QWEN3,))[0] == keys
-    for key in keys.values():
-        streamed, resident = CacheStore(tmp_path / "streamed").get(key), CacheStore(tmp_path / "resident").get(key)
-        assert torch.equal(streamed["chat_states"], resident["chat_states"])
-
-
 @pytest.mark.parametrize("date_s", [1000, 1_000_000_000, 5_000_000_000])
 def test_outdated_entries_are_computed_again_whatever_their_dates_and_once(encoders, tmp_path, date_s):
     store = CacheStore(tmp_path / "cache")

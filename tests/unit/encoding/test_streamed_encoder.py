@@ -113,13 +113,6 @@ def test_encoders_that_see_no_mask_need_no_two_kinds_of_batches(folders: dict[st
     encoder.close()
 
 
-def test_equal_captions_are_computed_once(folders: dict[str, Path]) -> None:
-    encoder = _stream(folders["t5"], "t5", 4)
-    first, _, again = encoder.encode_batch(["a cat", "a dog", "a cat"])
-    assert torch.equal(first, again) and encoder.plan_batches(["a", "b", "a"]) == [["a", "b"]]
-    encoder.close()
-
-
 @pytest.fixture
 def _views_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # emulated tensors cannot be viewed in inference mode
