@@ -192,8 +192,8 @@ def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Ten
         source, adds_special = _source(encoder, text)
         length = _count_tokens(encoder, source, adds_special)
         if length > spec.max_length:
-            message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
-            logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
+            message = "%s reads %d tokens and the caption %.60r needs %d: its end is cut off"
+            logger.warning(message, spec.folder, spec.max_length, text, length)
         options = {"padding": "max_length", "max_length": spec.max_length, "truncation": True, "return_tensors": "pt"}
         tokens.append(encoder.tokenizer(source, add_special_tokens=adds_special, return_attention_mask=True, **options))
     names = ("input_ids", "attention_mask")
@@ -245,10 +245,6 @@ def _render(tokenizer: Any, caption: str, spec: TextEncoderSpec, has_parts: bool
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError):  # e.g. '[INST]' + content, with content a list
         return ""
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ class EncoderSize:
     whole: int  # all weights as they are held
     rest: int  # weights outside the layers, which stay on the card of a streamed encoder
     layer: int  # the largest layer's buffer
-    layers: int  # the sum of all layers' buffers
     working: int  # inside a layer, for one caption
     caption: int  # between layers, for each caption of a pass
 
@@ -227,7 +226,6 @@ def forecast_size(
         whole=sum(held.values()),
         rest=sum(num_bytes for name, num_bytes in held.items() if not name.startswith(f"{prefix}.")),
         layer=max(buffers),
-        layers=sum(buffers),
         working=spec.max_length * dtype.itemsize * (sum(widths) + max(widths)) + scores + unpacked,
         caption=states * (_STATES_PER_CAPTION + len(spec.layers)) + tables * spec.max_length**2 * dtype.itemsize,
     )

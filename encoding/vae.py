@@ -20,7 +20,8 @@ import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..checkpoints.header import read_header
-from ..checkpoints.model_class import refuse_absurd_sizes, refuse_other_kinds, shapes_of_class
+from ..checkpoints.model_class import differences, refuse_absurd_sizes, refuse_other_kinds, shapes_of_class
+from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import open_weights, refuse_zeros
 from ..families.spec import ModelFamily, Variant
 from ..system.files import read_json_object
@@ -77,23 +78,23 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, ch
     headers = [read_header(file) for file in (inside if source.is_dir() else [source])]
     records = {name: record for header in headers for name, record in header.records().items()}
     refuse_zeros(source, records)
-    shapes = {name: record.shape for name, record in records.items()}
     if source.is_dir():
-        if not shapes:
+        if not records:
             raise ValueError(f"{source} has no safetensors file; {_WHAT_WORKS}")
         plain = {name: value for name, value in config.items() if not name.startswith("_")}
         refuse_other_kinds(source / "config.json", family.vae_class, plain)
         with as_damage(source, f"an {family.vae_class}", _WHAT_WORKS):
             wanted = shapes_of_class(family.vae_class, json.dumps(plain, sort_keys=True))
         # Only names that are in both: diffusers translates those of older versions.
-        if wrong := [name for name in wanted if name in shapes and shapes[name] != wanted[name]]:
-            name = min(wrong)
+        if wrong := differences(wanted, records).get("mismatched"):
             raise ValueError(
-                f"{len(wrong)} weights in {source} are of other shapes than its config.json describes: {name} is "
-                f"{list(shapes[name])} and should be {list(wanted[name])}; {_WHAT_WORKS}"
+                f"{len(wrong)} weights in {source} are of other shapes than its config.json describes: {first(wrong)}; "
+                f"{_WHAT_WORKS}"
             )
     else:
-        stand_ins = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}  # of one number each
+        stand_ins = {
+            name: torch.zeros(()).expand(record.shape) for name, record in records.items()
+        }  # of one number each
         config = _load_tensors(family, variant, source, stand_ins).config
     found = next((config[key] for key in _LATENT_CHANNELS if key in config), channels)
     if found != channels:

@@ -146,7 +146,7 @@ def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(folders, kind):
             found = encoder.encode_batch(PADDED)
             to_card = [copy.num_bytes for copy in cards.copies if copy.target == CARDS[0]]
             layer_copies = [num_bytes for num_bytes in to_card if num_bytes > size.layer // 2]
-            assert len(layer_copies) == num_layers and sum(layer_copies) <= size.layers
+            assert len(layer_copies) == num_layers and sum(layer_copies) <= num_layers * size.layer
             assert _copies(encoder) == number * num_layers
         hooks.remove()
         assert max(held) <= size.streamed_bytes(len(PADDED))
