@@ -69,16 +69,13 @@ class ComfyTexts(TextSource):
         if self.clip is None:
             raise ValueError(_not_here(len(missing), "captions", self.fingerprint, "text_source"))
 
-    def encode_batch(self, given: Sequence[str]) -> Sequence[Entry]:
-        entries = []
-        for text in given:
-            entry = self._encode(text)
-            if reason := self.problem(shapes_of(entry)):
-                raise ValueError(f"the stock CLIP does not fit: of the caption {text!r}, {reason}")
-            entries.append(entry)
-        return entries
+    def encode(self, given: str) -> Entry:
+        entry = self._entry_of(given)
+        if reason := self.problem(shapes_of(entry)):
+            raise ValueError(f"the stock CLIP does not fit: of the caption {given!r}, {reason}")
+        return entry
 
-    def _encode(self, text: str) -> Entry:
+    def _entry_of(self, text: str) -> Entry:
         return read_conditioning(self.clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
 
     def close(self) -> None:
@@ -92,7 +89,7 @@ class ComfyTokens(ComfyTexts):
 
     made: ClassVar = "stock tokens"
 
-    def _encode(self, text: str) -> Entry:
+    def _entry_of(self, text: str) -> Entry:
         return read_tokens(self.clip.tokens(text), f"the caption {text!r}")
 
 
@@ -132,33 +129,31 @@ class ComfyLatents(LatentSource):
         heard = item.sound and read_sound(item.sound, is_track=is_track, is_alone=item.is_sound)
         return item.path, None if item.is_sound else read_frames(item), heard, item
 
-    def encode_batch(self, given: Sequence[Any]) -> Sequence[Entry]:
-        entries = []
-        for path, pixels, heard, request in given:
-            try:
-                made = self.vae.encode_sound(*heard) if pixels is None else self.vae.encode(host_pixels(pixels))
-                (entry, *others) = read_samples(made, path)
-                if others:
-                    raise ValueError(f"it made {1 + len(others)} samples, not one")
-                if request.is_sound and entry[SAMPLES].shape[-1] != request.sound.cells:
-                    raise ValueError(f"it made {entry[SAMPLES].shape[-1]} columns in place of {request.sound.cells}")
-                if heard and not request.is_sound:
-                    # As much of the clip's sound as sampling would make beside it.
-                    (sound,) = read_samples(self.audio_vae.encode_sound(*heard, is_padded=True), path)
-                    axis, cells = self.sound.index(0), request.sound.cells
-                    found = sound[SAMPLES].shape[axis] if sound[SAMPLES].ndim == len(self.sound) else 0
-                    if not cells <= found <= cells + _MOST_SPARE_CELLS:
-                        raise ValueError(
-                            f"the VAE of its sound made {found} columns of {request.sound.length_s:.2f} s, and the "
-                            f"model takes {cells}; name the model's own with cache.stock_audio_vae"
-                        )
-                    entry[f"{MORE_SAMPLES}1"] = sound[SAMPLES].narrow(axis, 0, cells).clone()
-                if reason := self.problem(shapes_of(entry), 0 if pixels is None else pixels.shape[1]):
-                    raise ValueError(reason)
-            except ValueError as error:
-                raise ValueError(f"the stock VAE does not fit: of {path}, {error}") from error
-            entries.append(entry)
-        return entries
+    def encode(self, given: Any) -> Entry:
+        path, pixels, heard, request = given
+        try:
+            made = self.vae.encode_sound(*heard) if pixels is None else self.vae.encode(host_pixels(pixels))
+            (entry, *others) = read_samples(made, path)
+            if others:
+                raise ValueError(f"it made {1 + len(others)} samples, not one")
+            if request.is_sound and entry[SAMPLES].shape[-1] != request.sound.cells:
+                raise ValueError(f"it made {entry[SAMPLES].shape[-1]} columns in place of {request.sound.cells}")
+            if heard and not request.is_sound:
+                # As much of the clip's sound as sampling would make beside it.
+                (sound,) = read_samples(self.audio_vae.encode_sound(*heard, is_padded=True), path)
+                axis, cells = self.sound.index(0), request.sound.cells
+                found = sound[SAMPLES].shape[axis] if sound[SAMPLES].ndim == len(self.sound) else 0
+                if not cells <= found <= cells + _MOST_SPARE_CELLS:
+                    raise ValueError(
+                        f"the VAE of its sound made {found} columns of {request.sound.length_s:.2f} s, and the "
+                        f"model takes {cells}; name the model's own with cache.stock_audio_vae"
+                    )
+                entry[f"{MORE_SAMPLES}1"] = sound[SAMPLES].narrow(axis, 0, cells).clone()
+            if reason := self.problem(shapes_of(entry), 0 if pixels is None else pixels.shape[1]):
+                raise ValueError(reason)
+        except ValueError as error:
+            raise ValueError(f"the stock VAE does not fit: of {path}, {error}") from error
+        return entry
 
     def close(self) -> None:
         for each in filter(None, (self.vae, self.audio_vae)):
@@ -233,19 +228,16 @@ class ComfyConditions(Source[Wanted]):
             megapixels=self.megapixels,
         )
 
-    def encode_batch(self, given: Sequence[tuple[str, ConditionParts]]) -> Sequence[Entry]:
-        entries = []
-        for each in given:
-            what = f"the condition of {each[0]}"
-            entry = read_conditioning(self.conditioner.make(each[1]), what, keeps_all=True)
-            if (mask := entry.pop(f"{OPTION}{NOISE_MASK}", None)) is not None:
-                entry[NOISE_MASK] = mask
-            if not WAYS[self.way].reads_text:
-                entry = {name: tensor for name, tensor in entry.items() if name not in (COND, POOLED)}
-            if reason := self.problem(shapes_of(entry)):
-                raise ValueError(f"{what} does not fit: {reason}")
-            entries.append(entry)
-        return entries
+    def encode(self, given: tuple[str, ConditionParts]) -> Entry:
+        what = f"the condition of {given[0]}"
+        entry = read_conditioning(self.conditioner.make(given[1]), what, keeps_all=True)
+        if (mask := entry.pop(f"{OPTION}{NOISE_MASK}", None)) is not None:
+            entry[NOISE_MASK] = mask
+        if not WAYS[self.way].reads_text:
+            entry = {name: tensor for name, tensor in entry.items() if name not in (COND, POOLED)}
+        if reason := self.problem(shapes_of(entry)):
+            raise ValueError(f"{what} does not fit: {reason}")
+        return entry
 
     def close(self) -> None:
         if self.conditioner is not None:

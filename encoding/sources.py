@@ -57,7 +57,11 @@ class Source(Generic[Item]):
         return item
 
     def encode_batch(self, given: Sequence[Any]) -> Sequence[Entry]:
-        """An entry for each. Raises: ValueError for an encoder that does not fit the model."""
+        """An entry for each. Raises: as encode."""
+        return [self.encode(each) for each in given]
+
+    def encode(self, given: Any) -> Entry:
+        """Raises: ValueError for an encoder that does not fit the model."""
         raise NotImplementedError
 
     def problem_of(self, entry: Entry, given: Any) -> str:
@@ -205,24 +209,22 @@ class FolderLatents(LatentSource):
     def load(self) -> None:
         self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)
 
-    def encode_batch(self, given: Sequence[tuple[str, torch.Tensor]]) -> Sequence[Entry]:
+    def encode(self, given: tuple[str, torch.Tensor]) -> Entry:
         """Raises: RuntimeError naming a file whose latents are fewer than its frames make."""
-        family, variant, entries = self.family, self.variant, []
-        for path, pixels in given:
-            batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
-            with torch.inference_mode():
-                tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
-                if variant.encodes_condition:
-                    assert family.encode_condition is not None
-                    tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
-            frames = pixels.shape[1]
-            found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(frames)
-            if found != expected:  # a VAE that leaves frames out would train a shorter clip than its caption says
-                raise RuntimeError(
-                    f"the VAE made {found} latent frames of {frames} frames of {path}; {variant.name} needs {expected}"
-                )
-            entries.append(tensors)
-        return entries
+        family, variant, (path, pixels) = self.family, self.variant, given
+        batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
+        with torch.inference_mode():
+            tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
+            if variant.encodes_condition:
+                assert family.encode_condition is not None
+                tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
+        frames = pixels.shape[1]
+        found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(frames)
+        if found != expected:  # a VAE that leaves frames out would train a shorter clip than its caption says
+            raise RuntimeError(
+                f"the VAE made {found} latent frames of {frames} frames of {path}; {variant.name} needs {expected}"
+            )
+        return tensors
 
     def close(self) -> None:
         self.vae = None
