@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,8 @@ def _entries(file: Path, names: Mapping[str, object]) -> Iterator[_Entry]:
     if isinstance(values, (list, dict)) and len(values) > MAX_ENTRIES:
         raise ValueError(f"{file}: has more entries than the {MAX_ENTRIES} files that a dataset may have; {_REMEDY}")
     if isinstance(values, list):
-        for value, line in zip_longest(values, lines[: len(values)], fillvalue=0):
+        lines = lines[: len(values)] or [0] * len(values)
+        for value, line in zip(values, lines, strict=True):
             keys = _NAME_KEYS if isinstance(value, dict) else ()
             name = next((value[key] for key in keys if isinstance(value.get(key), str)), "")
             yield _Entry(file, name, value, line, text)
