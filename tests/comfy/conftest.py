@@ -51,6 +51,6 @@ def chromium() -> str:
 
 def names_that_run(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """The values of the parameter "name" among the tests of this file that are not skipped."""
-    items = [item for item in request.session.items if item.path == request.path]
-    run = [item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    run = [item for item in items if "name" in item.callspec.params and not item.get_closest_marker("skip")]
     return tuple(dict.fromkeys(item.callspec.params["name"] for item in run))
