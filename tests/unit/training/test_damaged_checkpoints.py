@@ -1,4 +1,4 @@
-"""Checkpoints that are not what was written: found before training goes on, and the one before takes over."""
+"""Checkpoints: whole or not there; those that are not what was written are found, and the one before takes over."""
 
 import json
 import random
@@ -50,6 +50,30 @@ def _change(path, **values):
     _as_version_1(path)
     facts = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**facts, **values}))
+
+
+def test_round_trip_and_pruning(tmp_path):
+    for step in (5, 10, 15, 15):  # a step that is saved again is replaced
+        save_checkpoint(tmp_path, _state(step, value=step), keep_last=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000010", "step-000015"]
+    state = load_checkpoint(list_checkpoints(tmp_path)[-1])
+    assert state.step == 15 and state.facts["config"] == {"x": "é"} and state.facts["losses"][:2] == [0.1, 0.25]
+    assert torch.equal(state.adapter["a.lora_A.weight"], torch.full((2, 3), 15.0))
+    assert torch.equal(state.random["cpu"], torch.get_rng_state())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000015"]  # nothing temporary
+
+
+def test_a_crash_while_writing_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, _state(5), keep_last=2)
+
+    def crash(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("devicebridge.training.state.write_atomically", crash)
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(tmp_path, _state(10), keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000005"]
+    assert load_checkpoint(tmp_path / "step-000005").step == 5
 
 
 @pytest.mark.parametrize("name", NAMES)
