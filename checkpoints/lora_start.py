@@ -16,7 +16,6 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,14 +232,11 @@ class _Strength(NamedTuple):
 
     alpha: float
     rank: int
-    is_rslora: bool
-
-    @property
-    def value(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.is_rslora else self.rank)
+    value: float
 
     def __str__(self) -> str:
-        return f"alpha {self.alpha:g} for rank {self.rank}{' (rslora)' if self.is_rslora else ''}"
+        rslora = "" if math.isclose(self.value, self.alpha / self.rank) else " (rslora)"
+        return f"alpha {self.alpha:g} for rank {self.rank}{rslora}"
 
 
 def read_strengths(
@@ -299,58 +295,47 @@ def _strengths_of_layers(file: Path, metadata: Mapping[str, str], layers: Sequen
     for key, value in found.items():
         component, _, name = key.rpartition(".")
         components.setdefault(component, {})[name] = value
-    known = {name: _PeftConfig(f"{source}: {name}", each) for name, each in components.items() if "r" in each}
+    known = {name: values for name, values in components.items() if "r" in values}
+    for name, values in known.items():
+        way = values.get("init_lora_weights")
+        if isinstance(way, str) and way.lower().startswith(_CHANGES_BASE):
+            raise ValueError(
+                f"{source}: {name} says init_lora_weights = {way!r}, which changes the model's own weights, too; let "
+                "PEFT save it as a plain LoRA (path_initial_model_for_weight_conversion)"
+            )
     strengths = {}
     for layer in layers if known else ():
         component, _, module = layer.partition(".")
         if component not in known:
             component, module = "", layer.removeprefix(_PEFT_PREFIX)
         if component in known:
-            strengths[layer] = known[component].strength(module)
-        elif not all(each.is_one for each in known.values()):
+            strengths[layer] = _peft_strength(f"{source}: {component}", known[component], module)
+        elif any(  # unless all layers have strength 1, so that names do not matter
+            values.get("rank_pattern") or values.get("alpha_pattern") or _peft_strength(source, values, "").value != 1
+            for values in known.values()
+        ):
             raise ValueError(f"{source} gives alpha and rank of {', '.join(known)}, and not of {layer}; {_REMEDY}")
     return strengths
 
 
-@dataclass(frozen=True)
-class _PeftConfig:
-    """One component's values of PEFT's LoraConfig or LoKrConfig."""
-
-    source: str
-    values: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        way = self.values.get("init_lora_weights")
-        if isinstance(way, str) and way.lower().startswith(_CHANGES_BASE):
-            raise ValueError(
-                f"{self.source} says init_lora_weights = {way!r}, which changes the model's own weights, too; let PEFT "
-                "save it as a plain LoRA (path_initial_model_for_weight_conversion)"
-            )
-
-    def strength(self, module: str) -> _Strength:
-        rank = self._pattern("rank_pattern", module, self.values["r"])
-        default = self.values.get("lora_alpha", self.values.get("alpha"))
-        alpha = self._pattern("alpha_pattern", module, default)
-        expect(rank, int, f"{self.source} r of {module}", _REMEDY)
-        expect(alpha, (int, float), f"{self.source} lora_alpha of {module}", _REMEDY)
-        if rank < 1 or not alpha or not math.isfinite(alpha):
-            raise ValueError(f"{self.source} gives {module} alpha {alpha} for rank {rank}; {_REMEDY}")
-        return _Strength(alpha, rank, is_rslora=self.values.get("use_rslora") is True)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it gives every layer strength 1, so that the names of layers do not matter."""
-        has_patterns = self.values.get("rank_pattern") or self.values.get("alpha_pattern")
-        return not has_patterns and self.strength("").value == 1
-
-    def _pattern(self, key: str, module: str, default: Any) -> Any:
-        """As PEFT: the value of the first pattern that is the end of the layer's name, with "^" the whole of it."""
-        found = expect(self.values.get(key) or {}, dict, f"{self.source} {key}", _REMEDY)
-        if odd := [name for name in found if not _PLAIN.match(name)]:
-            raise ValueError(f"{self.source} {key} has {odd[0][:100]!r}, which is no layer's name; {_REMEDY}")
-        parts = module.split(".")
-        ends = {f"^{module}", *(".".join(parts[start:]) for start in range(len(parts)))}
-        return next((value for name, value in found.items() if name in ends), default)
+def _peft_strength(source: str, values: Mapping[str, Any], module: str) -> _Strength:
+    """By the values of a LoraConfig or LoKrConfig. As PEFT, a pattern is the end of a layer's name, with "^" the whole
+    of it, and the first counts."""
+    found, parts = [], module.split(".")
+    ends = {f"^{module}", *(".".join(parts[start:]) for start in range(len(parts)))}
+    default = values.get("lora_alpha", values.get("alpha"))
+    asked: Any = (("r", "rank_pattern", int, values["r"]), ("lora_alpha", "alpha_pattern", (int, float), default))
+    for key, which, kind, usual in asked:
+        patterns = expect(values.get(which) or {}, dict, f"{source} {which}", _REMEDY)
+        if odd := [name for name in patterns if not _PLAIN.match(name)]:
+            raise ValueError(f"{source} {which} has {odd[0][:100]!r}, which is no layer's name; {_REMEDY}")
+        value = next((value for name, value in patterns.items() if name in ends), usual)
+        found.append(expect(value, kind, f"{source} {key} of {module}", _REMEDY))
+    rank, alpha = found
+    if rank < 1 or not alpha or not math.isfinite(alpha):
+        raise ValueError(f"{source} gives {module} alpha {alpha} for rank {rank}; {_REMEDY}")
+    is_rslora = values.get("use_rslora") is True
+    return _Strength(alpha, rank, alpha / (math.sqrt(rank) if is_rslora else rank))
 
 
 # ---- the file's layers as those of the model
