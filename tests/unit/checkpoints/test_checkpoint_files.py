@@ -41,17 +41,6 @@ def _config(model):
     return json.dumps({k: v for k, v in model.config.items() if not k.startswith("_")}, sort_keys=True)
 
 
-@pytest.fixture
-def tiny_variants(monkeypatch):
-    """Single files have no config, so their shapes must be those of a variant: make the tiny models variants."""
-    for name, tiny in TINY.items():
-        family = FAMILIES[name]
-        variant = dataclasses.replace(
-            family.variants[0], name=f"tiny-{name}", transformer_config=tiny.transformer_config, caution=""
-        )
-        monkeypatch.setitem(FAMILIES, name, dataclasses.replace(family, variants=(variant,)))
-
-
 def _save_pipeline(folder, name, dtype=torch.float32, index=None, **options):
     model = TINY[name].make_model().to(dtype)
     model.save_pretrained(folder / "transformer", **options)

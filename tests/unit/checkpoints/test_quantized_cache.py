@@ -19,7 +19,6 @@ from devicebridge.checkpoints import load, quantized_cache
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from devicebridge.checkpoints.load import load_through_cache, load_transformer
 from devicebridge.checkpoints.quantized_cache import QuantizedWriter, open_cached
-from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.quantized import apply_quantization, plain_parts
 from devicebridge.tests.toy import TINY
@@ -158,12 +157,9 @@ def test_a_moved_checkpoint_and_a_rotation_that_does_nothing_hit(tmp_path: Path)
     assert _state(folder) == before
 
 
-def test_a_checkpoint_in_8_bits_is_not_copied(tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_in_8_bits_is_not_copied(tiny_variants, tmp_path, caplog):
     """What the scheme takes as it is stays where it is; only layers rounded here are kept."""
-    family, tiny = FAMILIES["flux2"], TINY["flux2"]
-    variant = dataclasses.replace(family.variants[0], name="tiny", transformer_config=tiny.transformer_config)
-    monkeypatch.setitem(FAMILIES, "flux2", dataclasses.replace(family, variants=(variant,)))
-    tensors = {n: t.to(torch.float8_e4m3fn) for n, t in tiny.make_model().state_dict().items()}
+    tensors = {n: t.to(torch.float8_e4m3fn) for n, t in TINY["flux2"].make_model().state_dict().items()}
     file, folder = tmp_path / "model.safetensors", tmp_path / "cache"
     safetensors.torch.save_file(tensors, file)
     info = read_checkpoint(file)

@@ -23,19 +23,10 @@ from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY, stack_tensors
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.usefixtures("tiny_variants")
 CPU = torch.device("cpu")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def tiny_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single files have no config, so their shapes must be those of a variant: make the tiny models variants."""
-    for name, tiny in TINY.items():
-        family = FAMILIES[name]
-        config = tiny.transformer_config
-        variant = dataclasses.replace(family.variants[0], name=f"tiny-{name}", transformer_config=config, caution="")
-        monkeypatch.setitem(FAMILIES, name, dataclasses.replace(family, variants=(variant,)))
 
 
 def _on_cpu(_: str) -> torch.device:
