@@ -423,11 +423,8 @@ class ModelFamily:
     sampling: SamplingSpec | None = None  # how pictures are drawn while it trains; likewise
 
     def variant(self, name: str) -> Variant:
-        """The variant of this name. Raises: ValueError that lists the variants there are."""
-        for variant in self.variants:
-            if variant.name == name:
-                return variant
-        raise ValueError(f"{self.title} has no variant {name!r}; it has {', '.join(v.name for v in self.variants)}")
+        """The one of this name. Users' names are looked up by registry.find_variant."""
+        return next(variant for variant in self.variants if variant.name == name)
 
     def timesteps_of(self, variant: Variant) -> TimestepSpec:
         return variant.timesteps or self.timesteps

@@ -79,18 +79,12 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, rotation: Tensor | None)
     for start in range(0, weight.shape[0], height):
         rows = slice(start, start + height)
         values[rows], scale[rows] = quantize_rows(weight[rows], dtype, rotation=rotation)
-    refuse_broken_rows(scale)
-    return values, scale
-
-
-def refuse_broken_rows(scale: Tensor) -> None:
-    """Raises: ValueError if a scale is not finite: its row holds an infinity or NaN."""
-    broken = int((~scale.isfinite()).sum()) if scale.device.type != "meta" else 0
-    if broken:
+    if broken := int((~scale.isfinite()).sum()) if scale.device.type != "meta" else 0:
         raise ValueError(
             f"{broken} of {scale.shape[0]} rows of a weight hold infinities or NaN and cannot be rounded to 8 bits; "
             "the checkpoint is damaged, load another"
         )
+    return values, scale
 
 
 # ---- rotation
