@@ -1,11 +1,10 @@
 """`devicebridge` as one rank of several, with one rank that fails in its first start: FAULT is "what rank step".
 
 "sleep", "stopped", "oom" and "killed" happen in a step. "evaluates", "saves", "draws" and "ends" sleep where that is
-done after a step. "compiler" fails before the first step. "captions" and "loads" fail nothing: there every caption
-takes as many seconds as the step's number says, and what is loaded and encoded is told.
+done after a step. "compiler" fails before the first step. "captions" fails nothing: there every caption takes
+as many seconds as the step's number says.
 """
 
-import logging
 import os
 import runpy
 import signal
@@ -17,7 +16,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 
 import torch  # noqa: E402
 from devicebridge.cli.main import main  # noqa: E402
-from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
+from devicebridge.encoding.sources import FolderTexts  # noqa: E402
 from devicebridge.sampling.sampler import Sampler  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 
@@ -67,17 +66,7 @@ def make_no_code(graph, inputs):
 
 def encode_slowly(source, texts):
     time.sleep(float(STEP))
-    for _ in texts:
-        print("1 caption is encoded", flush=True)
     return ENCODE(source, texts)
-
-
-def load_and_tell(load):
-    def told(source):
-        print(source.name, "is loaded, says the test", flush=True)
-        load(source)
-
-    return told
 
 
 if WHAT in ("sleep", "oom", *SIGNALS):
@@ -88,9 +77,6 @@ COMPILE = torch.compile
 if WHAT == "compiler":
     backend = make_no_code if IS_FAULTY else "eager"
     torch.compile = lambda forward, **options: COMPILE(forward, **{**options, "backend": backend})
-if WHAT in ("captions", "loads"):
+if WHAT == "captions":
     FolderTexts.encode_batch = encode_slowly
-if WHAT == "loads":
-    logging.getLogger("devicebridge").setLevel(logging.INFO)
-    FolderTexts.load, FolderLatents.load = load_and_tell(FolderTexts.load), load_and_tell(FolderLatents.load)
 sys.exit(main())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,25 +16,12 @@ ROOT = HERE.parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
 
 
-def torchrun(script, *arguments, count, restarts=0, machines=1, port=0):
-    """The command; of several machines the same on each."""
+def torchrun(script, *arguments, count, restarts=0):
     flags = [
-        "--nnodes", str(machines), "--nproc-per-node", str(count), "--max-restarts", str(restarts), "--rdzv-backend",
-        "c10d", "--rdzv-endpoint", f"localhost:{port}",
+        "--nnodes", "1", "--nproc-per-node", str(count), "--max-restarts", str(restarts), "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex,
     ]  # fmt: skip
-    flags += ["--rdzv-id", f"on-port-{port}" if port else uuid.uuid4().hex]
     return [sys.executable, "-m", "torch.distributed.run", *flags, str(script), *map(str, arguments)]
-
-
-def start_machines(script, files, *, environment):
-    """One torchrun with one process for each job file, as on machines of their own; outputs are read from stdout."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = {"count": 1, "machines": len(files), "port": port}
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": "1", **environment}
-    return [subprocess.Popen(torchrun(script, "train", file, **options), env=environment, **how) for file in files]
 
 
 def run_jobs(folder, plan, *, count):
