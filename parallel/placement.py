@@ -83,7 +83,6 @@ class Placement:
         return tuple(dict.fromkeys((self.main_device, *self.devices, *self.replicas)))
 
     def on(self, device: torch.device) -> Placement:
-        """One replica's."""
         return Placement(self.blocks, (device,) * len(self.blocks), device)
 
     def num_blocks_on(self, device: torch.device) -> int:
@@ -268,7 +267,6 @@ def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at
 
 
 def _cut(blocks: Sequence[str], devices: Sequence[torch.device], cuts: Iterable[tuple[int, int]]) -> Placement:
-    """A run [start, end) of blocks for each device, the main device first."""
     placed = [device for device, (start, end) in zip(devices, cuts, strict=True) for _ in range(start, end)]
     return Placement(tuple(blocks), tuple(placed), devices[0])
 

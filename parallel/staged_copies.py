@@ -130,7 +130,6 @@ def product_speed(device: torch.device, clock: Clock = time.perf_counter) -> flo
 
 
 def _median_s(work: Callable[[], object], devices: Sequence[torch.device], clock: Clock) -> float:
-    """Of a few rounds; the first sets up what the others use."""
     seconds = []
     for _ in range(1 + _NUM_ROUNDS):
         synchronize(devices)

@@ -26,8 +26,6 @@ _Weight = tuple[Callable[[], Any], int]  # a weight, not held, and its address
 
 @dataclass
 class _Seen:
-    """A module as it was."""
-
     name: str
     module: nn.Module
     kind: Any
@@ -150,7 +148,6 @@ class Unchanged:
                         yield f"the replaced {key} of {name}"
 
     def _attributes(self, seen: _Seen) -> Iterator[str]:
-        """The attributes of a module that are not as they were."""
         attributes, now = seen.attributes, vars(seen.module)
         for key, value in now.items():
             is_same = attributes.get(key, _ABSENT) is value or key in self._ignored
@@ -220,7 +217,6 @@ def _replaces(owner: object, key: str, value: Any) -> bool:
 
 
 def _address(value: Any) -> int:
-    """Of a plain tensor; a subclass need not say."""
     if isinstance(value, Tensor) and value.is_meta:
         return _META
     return value.data_ptr() if type(value) is nn.Parameter or type(value) is Tensor else 0

@@ -182,7 +182,6 @@ def _called_blocks(model: nn.Module, family: ModelFamily) -> list[nn.Module]:
 
 
 def _is_of_others(cls: type) -> bool:
-    """Whether torch has not made a class, or only added to it, as FSDP does."""
     return any(not each.__module__.startswith("torch.") for each in cls.__mro__ if each is not object)
 
 

@@ -45,7 +45,6 @@ class HookSet:
 
     @property
     def ids(self) -> set[int]:
-        """The numbers by which torch knows these hooks."""
         return {handle.id for handle in self._handles}
 
     def before(self, module: nn.Module, hook: BeforeHook) -> None:

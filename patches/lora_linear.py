@@ -172,7 +172,6 @@ def _is_known_base(base: nn.Module) -> bool:
 
 
 def _lora_output(layer: Any, x: Tensor) -> Tensor | None:
-    """None where PEFT must decide."""
     base = layer.base_layer
     if layer.disable_adapters or layer.merged or is_autocasting(x) or not _is_known_base(base):
         return None  # the base may have been quantized since
@@ -200,8 +199,6 @@ def _lora_output(layer: Any, x: Tensor) -> Tensor | None:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """The equations at the head of this file."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, a: Tensor, b: Tensor, scaling: float, base: nn.Linear) -> Tensor:
         low = rows @ a.to(rows.dtype).t()
@@ -279,6 +276,5 @@ def _loha_product(layer: Any, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _lokr_factors(layer: Any, name: str) -> tuple[Tensor, ...]:
-    """W1, and W2 or W2b and W2a."""
     first = layer.lokr_w1[name] if name in layer.lokr_w1 else layer.lokr_w1_a[name] @ layer.lokr_w1_b[name]
     return first, *((layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name]))

@@ -76,7 +76,6 @@ def remove_ring_lse_fix() -> bool:
 
 
 def _make_ring(ring: Any, dispatch: ModuleType) -> Callable[..., Any]:
-    """The ring function's apply, with the attention op that it is given wrapped."""
     original = ring.apply
     position = list(inspect.signature(ring.forward).parameters).index("forward_op") - 1  # apply is called without ctx
 

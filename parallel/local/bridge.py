@@ -188,7 +188,6 @@ class Bridge:
         self._local.device = device
 
     def _copy(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on device; backward returns the gradient."""
         if tensor.device == device or is_everywhere(tensor):
             return tensor  # the latter mixes with every device
         copies = self._local.copies
@@ -233,7 +232,6 @@ class Bridge:
         return torch.compiler.disable(enter)
 
     def _with_own(self, kwargs: dict[str, Any], place: Place) -> dict[str, Any]:
-        """The arguments with this place's own objects in the place of those that blocks share tensors through."""
         names = [name for name in self.per_device if name in kwargs] if place != self.main_device else []
         shared = self._local.shared
         return {**kwargs, **{name: shared.setdefault((name, place), type(kwargs[name])()) for name in names}}

@@ -195,7 +195,6 @@ def _by_alignment(forms: Sequence[_Form]) -> list[int]:
 
 
 def _parts(joined: torch.Tensor, forms: Sequence[_Form]) -> Tensors:
-    """What was joined to one tensor of bytes."""
     found, start = dict[int, torch.Tensor](), 0
     for index in _by_alignment(forms):
         shape, dtype = forms[index]

@@ -73,7 +73,6 @@ class DataParallel:
         return losses
 
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """After forward and backward, into the gradients of every replica."""
         parts = dealt(len(microbatches), len(self._replicas))
         run = Coordinator(self._pool, self.devices)
         order = StageOrder(run, [[Work(False, index) for index in indices] for indices in parts])
@@ -112,7 +111,6 @@ class DataParallel:
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        """Add the gradients of the others to those of the first, one device after the other."""
         main_device, *others = self._replicas
         for replica in others:
             gradients = {index: each.grad for index, each in enumerate(replica.parameters) if each.grad is not None}

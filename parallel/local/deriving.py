@@ -126,7 +126,6 @@ class _Seen:
             )
 
     def _calls(self, kind: str) -> str:
-        """Modules between or behind blocks whose first argument is a stream."""
         spots = {spot: axis for spot, axis in self._axes.items() if spot.kind == kind and spot.dim != -1}
         named = ((spot, self._streams.get(axis)) for spot, axis in spots.items())
         return " ".join(dict.fromkeys(f"{spot.where}={name}@{spot.dim}" for spot, name in named if name))

@@ -50,7 +50,6 @@ class GraphRecorder:
         weakref.finalize(self, _release, self._taken)
 
     def mark(self) -> Callable[[], bool]:
-        """See Recorder."""
         return torch.cuda.current_stream(self._devices[0]).record_event().query
 
     def looked_at(self, work: Work, waiting: list[str]) -> Work:
@@ -114,7 +113,6 @@ class GraphRecorder:
             self._side_streams.held = None
 
     def _part(self, rank: int, work: Work) -> None:
-        """One rank's work, in its thread."""
         with CurrentStreams(torch.cuda, *self._streams), self._allocating(rank), torch.cuda.device(self._devices[rank]):
             try:
                 work()

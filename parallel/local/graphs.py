@@ -197,7 +197,6 @@ class Graphs:
         return outputs
 
     def _card(self, rank: int, tensors: Sequence[torch.Tensor]) -> _Card:
-        """What a card is given, where graphs read it."""
         places = [self._place(rank, index, tensor) for index, tensor in enumerate(tensors)]
         self._fill(places, tensors)
         return _Card(places)
@@ -239,7 +238,6 @@ class Graphs:
         return self._recorder
 
     def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]], beside: Any) -> Any:
-        """Args: given: the tensors in each call."""
         values, shared = (beside, *(key_of(_arguments_of(call)) for call in calls)), []
         for device, tensors in zip(self._devices, given, strict=True):
             if any(tensor.device != device for tensor in tensors):
@@ -352,7 +350,6 @@ def watching_modes() -> int:
 
 
 def _arguments_of(call: Call) -> Call:
-    """All but the options."""
     args, kwargs = call
     return args, {name: value for name, value in kwargs.items() if name != OPTIONS}
 

@@ -86,8 +86,6 @@ def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Map
 
 
 class RankRows(Protocol):
-    """One rank's rows of a forward; see tokens.Rows."""
-
     rank: int
     group: Collective
 

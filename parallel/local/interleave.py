@@ -79,8 +79,6 @@ class Interleave:
 
 @dataclass(eq=False)
 class _JobState:
-    """Args: device: held or queued for; None when the job is done."""
-
     index: int
     device: torch.device | None
     arrivals: Arrivals = field(default_factory=dict)

@@ -34,7 +34,6 @@ class AcrossRanks:
 
     @property
     def num_replicas(self) -> int:
-        """Of all ranks together."""
         return self._inner.num_replicas * self._ranks.count
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:

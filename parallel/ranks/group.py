@@ -69,7 +69,6 @@ class Ranks:
         self._names = tuple(names) or tuple(range(place.num_ranks))
 
     def stopped_by(self, own_stop: Callable[[], bool]) -> Ranks:
-        """The same, with another way to ask this process to stop."""
         return Ranks(self.place, self.devices, own_stop, self._control, self.watch, self._store)
 
     @property
@@ -159,7 +158,6 @@ class Ranks:
         return json.loads(self.share(json.dumps(find()).encode() if self.is_first else b""))  # type: ignore[no-any-return]
 
     def share(self, data: bytes) -> bytes:
-        """The first rank's bytes; all ranks."""
         if self._control is None:
             return data
         size = torch.tensor([len(data)], dtype=torch.int64)

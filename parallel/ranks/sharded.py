@@ -88,7 +88,6 @@ class _Filler:
         self._rounded: dict[str, torch.Tensor] = {}  # scales of this process's rows, by linear
 
     def prepare(self) -> None:
-        """Linears in 8 bits and parameters in their final types, all on meta."""
         quantizer, settings = self._quantizer, self._settings
         if quantizer is not None and settings is not None:
             wanted = [(n, m) for n, m in self._model.named_modules() if quantizer.is_wanted(n, m)]
@@ -138,7 +137,6 @@ class _Filler:
                 module.scale.copy_(torch.cat(parts)[:count])
 
     def _rows_of(self, name: str, parameter: DTensor, reader: WeightReader) -> torch.Tensor:
-        """This process's rows of a parameter, in its type."""
         record, linear = self._info.tensors[name], name.rpartition(".")[0]
         mesh, count = parameter.device_mesh, parameter.shape[0]
         each = -(-count // mesh.size(mesh.ndim - 1))  # torch.chunk's, of which the last may be fewer or none
@@ -167,7 +165,6 @@ class _Filler:
         return rounded
 
     def _is_taken(self, linear: str) -> bool:
-        """Whether the file has a linear's weight in 8 bits as it will be held."""
         assert self._quantizer is not None
         return is_kept(self._info.tensors[f"{linear}.weight"], self._quantizer.settings)
 
