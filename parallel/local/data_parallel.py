@@ -99,8 +99,8 @@ class DataParallel:
     @torch.no_grad()
     def sync(self) -> None:
         """Copy the first replica's trained values to the others; after every change of them."""
-        main_device, *others = self._replicas
-        flat = torch.cat([parameter.detach().flatten() for parameter in main_device.parameters])
+        first, *others = self._replicas
+        flat = torch.cat([parameter.detach().flatten() for parameter in first.parameters])
         for replica in others:
             for parameter, part in _parts(flat.to(replica.device), replica.parameters):
                 parameter.copy_(part)

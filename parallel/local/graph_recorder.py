@@ -50,10 +50,12 @@ class GraphRecorder:
         weakref.finalize(self, _release, self._taken)
 
     def mark(self) -> Callable[[], bool]:
+        """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
         return torch.cuda.current_stream(self._devices[0]).record_event().query
 
     def looked_at(self, work: Work, waiting: list[str]) -> Work:
-        """See Recorder. It ends a recording, and where the driver's own allocator is used, the process."""
+        """The same work, which adds to `waiting` what in it has the host wait for a card: that ends a recording, and
+        where the driver's own allocator is used, the process."""
 
         def run() -> Any:
             with _Looking(waiting):
@@ -62,7 +64,7 @@ class GraphRecorder:
         return run
 
     def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
-        """What replays all that the ranks' work launches, behind the work on the cards' current streams; see Recorder.
+        """What replays all that the ranks' work launches, behind the work on the cards' current streams.
         Raises: an error of a rank, and RuntimeError for launches that cannot be recorded."""
         with _ONE_AT_A_TIME:
             if not self._is_used:

@@ -24,13 +24,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...patches.hooks import PLAIN, attributes_of, map_tensors, tensors_reached
+from ..offload.recompute import put_back
 from ..transfer import Versioned, version_of, with_version
 
 _log = logging.getLogger(__name__)
@@ -46,17 +47,6 @@ Work = Callable[[], Any]
 Run = Callable[[Sequence[Work]], Sequence[Any]]  # computes every rank's work in its thread; what each returns
 # A card's part of a block, the card -> where its weights lie; None if they are not there, or not used as they are
 Addresses = Callable[[nn.Module, torch.device], tuple[int, ...] | None]
-
-
-class Recorder(Protocol):
-    def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
-        """What replays all that every rank's work launches, each computed in its rank's thread by run."""
-
-    def looked_at(self, work: Work, waiting: list[str]) -> Work:
-        """The same work, which adds to waiting what in it has the host wait for a card."""
-
-    def mark(self) -> Callable[[], bool]:
-        """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
 
 
 @dataclass(eq=False)
@@ -105,13 +95,11 @@ class Graphs:
 
     Args:
         devices: by rank.
-        make_recorder: makes what records on these devices.
+        make_recorder: makes a GraphRecorder, or what tests have in its place.
         addresses: see Addresses.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], make_recorder: Callable[[], Recorder], addresses: Addresses
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], make_recorder: Callable[[], Any], addresses: Addresses) -> None:
         self._devices = tuple(devices)
         self._make_recorder, self._addresses = make_recorder, addresses
         self.fault = ""  # why nothing is recorded any more
@@ -120,7 +108,7 @@ class Graphs:
 
     def release(self) -> None:
         """Give back the memory of all graphs; they are recorded again when their blocks are computed."""
-        self._recorder: Recorder | None = None
+        self._recorder: Any = None
         self._graphs: dict[nn.Module, list[_Graph]] = {}
         self._waits: dict[nn.Module, dict[Any, int]] = {}  # key of a call -> how often the cards last waited for it
         self._staged: dict[Any, torch.Tensor] = {}  # what graphs read and write, by rank, role and layout
@@ -232,7 +220,7 @@ class Graphs:
         return outputs
 
     @property
-    def _recording(self) -> Recorder:
+    def _recording(self) -> Any:
         if self._recorder is None:
             self._recorder = self._make_recorder()
         return self._recorder
@@ -267,7 +255,7 @@ class Graphs:
         graph.outputs, work = likes, []
         for card, like, part, call, options in zip(graph.cards, likes, parts, calls, watched, strict=True):
             card.outputs = [*tensors_reached(like)]
-            args, named = _with(_arguments_of(call), card.inputs)
+            args, named = put_back(_arguments_of(call), card.inputs)
             named = {**named, OPTIONS: options} if OPTIONS in call[1] else named
             work.append(partial(card.compute, part, (args, named)))
         graph.replay = self._recording.record(run, work)
@@ -313,7 +301,7 @@ class Graphs:
         graph.replay()
         self.num_replays += 1
         outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
-        return [_with(tree, found) for tree, found in zip(graph.outputs, outputs, strict=True)]
+        return [put_back(tree, found) for tree, found in zip(graph.outputs, outputs, strict=True)]
 
     def _fill(self, places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Copy these to where a graph reads them; those that blocks share are copied once in a forward."""
@@ -336,12 +324,6 @@ class Graphs:
 
     def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:
         self._held[id(place)] = source, version_of(source)
-
-
-def _with(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The tree with these in the place of its own tensors."""
-    left = iter(tensors)
-    return map_tensors(tree, lambda _: next(left))
 
 
 def watching_modes() -> int:

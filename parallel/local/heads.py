@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ...families.token_plan import Place
-from .collectives import Collective, Exchange, decode, encode
+from .collectives import Exchange, decode, encode
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys, values
+Rows = Any  # of tokens.py, which imports this
 
 _NUM_GROUPS = 4  # the transfer of the first one is not hidden
 _BLOCK = 12 * 5120 + 2 * 14040  # width and rows of Wan 14B, as in groups_for
@@ -85,15 +86,6 @@ def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Map
     return found if fits else None
 
 
-class RankRows(Protocol):
-    rank: int
-    group: Collective
-
-    def gather(self, tensor: torch.Tensor, place: Place, name: str) -> torch.Tensor: ...
-
-    def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor: ...
-
-
 class Gathered:
     """Keys and values of all ranks for one attention, by groups of heads. A group is let go when it was attended to.
 
@@ -111,7 +103,7 @@ class Gathered:
         self.num = max(num for num in range(1, most + 1) if heads is None or heads.number % num == 0)
         self._arriving: Iterable[Pair] = ()
 
-    def send(self, rows: RankRows, name: str) -> None:
+    def send(self, rows: Rows, name: str) -> None:
         """Send this rank's, all groups at once. What needs gradients is gathered as a whole and as it is."""
         keys, values = self._own
         of_keys = Place((), self._axis, keys.ndim - 2)
@@ -139,7 +131,7 @@ class Gathered:
             rows.group.post(rows.rank, name, message, as_one=len(message) > 2)
         self._arriving = self._take(rows, name, of_keys, of_values)
 
-    def _take(self, rows: RankRows, name: str, of_keys: Place, of_values: Place) -> Iterator[Pair]:
+    def _take(self, rows: Rows, name: str, of_keys: Place, of_values: Place) -> Iterator[Pair]:
         """All rows of the groups, one after the other; this rank's are exact."""
         dim = 0 if self._heads is None else self._heads.dim
         owns = [self._own] if self.num == 1 else zip(*(each.chunk(self.num, dim) for each in self._own), strict=True)

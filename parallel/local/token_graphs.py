@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from .collectives import Collective
 from .graphs import Call, Graphs, Work
+from .heads import Rows
 
 
 class Replays(NamedTuple):
@@ -26,17 +27,7 @@ class Replays(NamedTuple):
     groups: int = 0
 
 
-class Rank(Protocol):
-    """Whose rows are computed; see tokens.Rows. lengths: of all axes. groups: as of Replays."""
-
-    rank: int
-    group: Collective
-    groups: int
-    lengths: dict[str, int]
-    replays: Replays | None
-
-
-def computed(rank: Rank, block: nn.Module, part: Callable[..., Any], name: str, call: Call) -> Any:
+def computed(rank: Rows, block: nn.Module, part: Callable[..., Any], name: str, call: Call) -> Any:
     """What this rank's part of a block returns, replayed or computed. Args: part: how the block is called. name: of the
     block, the same on all ranks."""
     replays = rank.replays
@@ -54,7 +45,7 @@ def computed(rank: Rank, block: nn.Module, part: Callable[..., Any], name: str, 
     return _led(rank, name, (block, part, call), outputs)
 
 
-def _led(rank: Rank, name: str, given: Any, compute: Callable[[Sequence[Any], Any], Sequence[Any]]) -> Any:
+def _led(rank: Rows, name: str, given: Any, compute: Callable[[Sequence[Any], Any], Sequence[Any]]) -> Any:
     """This rank's output of what the first one computes of what all have given, with run: their threads for work. All
     work that is begun at once has a Collective of its own, so that an error ends that and no more."""
     outer = rank.group

@@ -23,9 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ...patches.compile_blocks import Compiler
-from ...patches.hooks import map_tensors, tensors_reached
+from ...patches.hooks import tensors_reached
 from ..devices import CPU, random_state, set_random_state
 from ..transfer import version_of
+from .recompute import put_back
 
 _Kind = tuple[torch.dtype, int]  # of a saved tensor: type and number of dimensions
 
@@ -73,7 +74,9 @@ class InPlaceGuard:
         if writes is None:
             writes = self.known[key] = self._learn(tensors, args, kwargs)
         before = [version_of(tensor) for tensor in tensors]
-        args, kwargs = self._placed(args, kwargs, {index: tensors[index].clone() for index in writes.arguments})
+        if writes.arguments:
+            given = [each.clone() if index in writes.arguments else each for index, each in enumerate(tensors)]
+            args, kwargs = put_back((args, kwargs), given, self.passed_by)
         if self._compiled is not None:
             output = self._compiled(*args, **kwargs)
         else:
@@ -97,11 +100,6 @@ class InPlaceGuard:
 
         return forward if self.has_out else own
 
-    def _placed(self, args: Any, kwargs: Any, places: dict[int, Tensor]) -> tuple[Any, Any]:
-        """The same arguments, with other tensors in some places, by number."""
-        numbers, given = itertools.count(), (args, kwargs)
-        return map_tensors(given, lambda own: places.get(next(numbers), own), self.passed_by) if places else given
-
     def _learn(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Writes:
         """What one forward writes into."""
         saved: list[tuple[Tensor, int]] = []
@@ -118,7 +116,7 @@ class InPlaceGuard:
                 at_end.callback(set_random_state, device, state)  # also where memory ends, or Cancel comes
             copies = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in tensors]
             before = [copy._version for copy in copies]
-            args, kwargs = self._placed(args, kwargs, dict(enumerate(copies)))
+            args, kwargs = put_back((args, kwargs), copies, self.passed_by)
             with saved_tensors_hooks(note, lambda tensor: tensor):
                 self._forward_of(is_written=True)(*args, **kwargs)
         changed = frozenset(index for index, copy in enumerate(copies) if copy._version != before[index])
