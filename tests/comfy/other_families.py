@@ -19,48 +19,22 @@ from devicebridge.tests.comfy.tiny_checkpoints import (
     TinyFamily,
     _mask,
 )
-from devicebridge.tests.comfy.trained_families import _SD15, _UNET, TRAINED, made_of
+from devicebridge.tests.comfy.trained_families import (
+    _SD15,
+    _UNET,
+    TRAINED,
+    but_the_first_frame,
+    given,
+    made_of,
+    mask,
+    one,
+)
 
 # fmt: off
 
 
-
-def _all_tokens(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    return {"attention_mask": torch.ones(1, tokens, dtype=torch.long)}
-
-
-def _two_texts(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As HunyuanDiT's text encoders give them."""
-    t5 = {"conditioning_mt5xl": torch.randn(1, 6, 16, generator=generator)}
-    masks = {"attention_mask": tokens, "attention_mask_mt5xl": 6}
-    return {**t5, **{name: torch.ones(1, length, dtype=torch.long) for name, length in masks.items()}}
-
-
-
-
-def _reference(frames: tuple[int, ...] = (), *, is_masked: bool = False) -> Any:
-    """As ReferenceLatent gives it, beside a text with a mask where the model wants one."""
-    def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-        mask = _all_tokens(generator, tokens) if is_masked else {}
-        return {"reference_latents": [torch.randn(1, 16, *frames, 4, 6, generator=generator)], **mask}
-    return options
-
-
-def _given(*latent: int, mask: tuple[int, ...] = ()) -> Any:
-    """As InpaintModelConditioning and InstructPixToPixConditioning give it, and nodes of videos."""
-    def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-        image = {"concat_latent_image": torch.randn(1, *latent, generator=generator)}
-        if not mask:
-            return image
-        return {**image, "concat_mask": torch.rand(1, 1, *mask, generator=generator).round()}
-    return options
-
-
-def _first_frame() -> torch.Tensor:
-    """As CosmosPredict2ImageToVideoLatent gives it."""
-    mask = torch.ones(1, 1, 2, 4, 4)
-    mask[:, :, 0] = 0
-    return mask
+def _whole(generator: torch.Generator, tokens: int) -> torch.Tensor:
+    return torch.ones(1, tokens, dtype=torch.long)
 
 
 def _seen(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -69,9 +43,18 @@ def _seen(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {**given, "reference_latents": [torch.rand(1, 64, 96, 3, generator=generator)]}
 
 
-def _refined(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As CLIPTextEncodeSDXLRefiner gives it."""
-    return {"aesthetic_score": 7.5, "width": 1024, "height": 768}
+_all_tokens = given(attention_mask=_whole)
+_referred = given(reference_latents=[one(16, 4, 6)], attention_mask=_whole)
+_two_texts = given(  # of HunyuanDiT's text encoders
+    conditioning_mt5xl=one(6, 16), attention_mask=_whole, attention_mask_mt5xl=lambda generator, _: _whole(generator, 6)
+)
+
+
+def _image(*latent: int, of: tuple[int, ...] = ()) -> Any:
+    """As InstructPixToPixConditioning gives it, and nodes of videos; with a mask of these sides as
+    InpaintModelConditioning."""
+    masks = {"concat_mask": mask(1, *of)} if of else {}
+    return given(concat_latent_image=one(*latent), **masks)
 
 
 def _of(case, config_class, image_model, latent, context, blocks, *, more=None, options=None, pooled=0) -> TinyFamily:
@@ -157,7 +140,7 @@ OTHERS: dict[str, TinyFamily] = {
     "Cosmos-Predict2 image-to-video": made_of(
         "cosmos_predict2", config_class="CosmosI2VPredict2",
         unet_config={**_COSMOS_PREDICT_2, "in_channels": 17, "num_heads": 4}, latent=(16, 2, 4, 4),
-        noise_mask=_first_frame,
+        noise_mask=but_the_first_frame,
     ),
     "Kandinsky 5": dataclasses.replace(
         _of(
@@ -174,7 +157,7 @@ OTHERS: dict[str, TinyFamily] = {
         native_cases.CASCADE_B, "Stable_Cascade_B", "", (4, 16, 16), (1, 12), ("down_blocks",),
         more={"c_in": 4, "c_out": 4, "c_effnet": 16, "stable_cascade_stage": "b"}, pooled=12,
     ),
-    "FLUX.1 Fill": _beside("flux1", "FluxInpaint", {**_OF_FLUX, "in_channels": 96}, _given(16, 8, 8, mask=(64, 64))),
+    "FLUX.1 Fill": _beside("flux1", "FluxInpaint", {**_OF_FLUX, "in_channels": 96}, _image(16, 8, 8, of=(64, 64))),
     "FLUX.1 Schnell": _beside("flux1", "FluxSchnell", {**_OF_FLUX, "guidance_embed": False}),
     "LongCat-Image": TinyFamily(
         "LongCatImage", {**_OF_FLUX, "guidance_embed": False, "vec_in_dim": None, "txt_ids_dims": [1, 2]}, (16, 8, 8),
@@ -189,21 +172,22 @@ OTHERS: dict[str, TinyFamily] = {
         (3, 8, 8), (6, 12), ("double_blocks", "single_blocks"), is_detected=False,
     ),
     "HunyuanVideo I2V": _beside(
-        "hunyuan_video", "HunyuanVideoI2V", {**_OF_VIDEO, "in_channels": 33}, _given(16, 2, 4, 4, mask=(2, 4, 4))
+        "hunyuan_video", "HunyuanVideoI2V", {**_OF_VIDEO, "in_channels": 33}, _image(16, 2, 4, 4, of=(2, 4, 4))
     ),
     "SkyReels I2V": _beside(
-        "hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_OF_VIDEO, "in_channels": 32}, _given(16, 2, 4, 4)
+        "hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_OF_VIDEO, "in_channels": 32}, _image(16, 2, 4, 4)
     ),
-    "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}, _given(4, 8, 8, mask=(8, 8)), pooled=0),
+    "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}, _image(4, 8, 8, of=(8, 8)), pooled=0),
     "SD 1.5 InstructPix2Pix": _beside(
-        "sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}, _given(4, 8, 8), pooled=0
+        "sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}, _image(4, 8, 8), pooled=0
     ),
     "SD 2 v-prediction": made_of(
         "sdxl", config_class="SD20",
         unet_config={**_SD15, "num_head_channels": 32, "num_heads": -1, "use_linear_in_transformer": True}, pooled=0,
     ),
     "SDXL refiner": made_of(
-        "sdxl", config_class="SDXLRefiner", unet_config={**_UNET, "adm_in_channels": 2560}, options=_refined
+        "sdxl", config_class="SDXLRefiner", unet_config={**_UNET, "adm_in_channels": 2560},
+        options=given(aesthetic_score=7.5, width=1024, height=768),  # CLIPTextEncodeSDXLRefiner
     ),
     "AuraFlow": _of(
         native_cases.AURA, "AuraFlow", "", (4, 8, 8), (6, 12), ("double_layers", "single_layers"),
@@ -211,15 +195,16 @@ OTHERS: dict[str, TinyFamily] = {
     ),
     "OmniGen2": _of(
         native_cases.OMNIGEN, "Omnigen2", "omnigen2", (16, 8, 8), (6, 12), ("layers",), more=_OF_OMNIGEN,
-        options=_reference(is_masked=True),
+        options=_referred,
     ),
     "Boogu-Image": _of(
         native_cases.BOOGU, "Boogu", "boogu", (16, 8, 8), (6, 12), ("double_stream_layers", "single_stream_layers"),
-        more=_OF_OMNIGEN, options=_reference(is_masked=True),
+        more=_OF_OMNIGEN, options=_referred,
     ),
     "JoyImage": _of(
         native_cases.JOY_IMAGE, "JoyImage", "joyimage", (16, 1, 8, 8), (6, 12), ("double_blocks",),
-        more={"in_channels": 16, "hidden_size": 64, "num_attention_heads": 4}, options=_reference((1,)),
+        more={"in_channels": 16, "hidden_size": 64, "num_attention_heads": 4},
+        options=given(reference_latents=[one(16, 1, 4, 6)]),
     ),
     "Mochi": _of(
         native_cases.MOCHI, "GenmoMochi", "mochi_preview", (12, 2, 4, 4), (5, 16), ("blocks",),
@@ -256,7 +241,7 @@ OTHERS: dict[str, TinyFamily] = {
     "CogVideoX image-to-video": _of(
         native_cases.COG_VIDEO_X, "CogVideoX_I2V", "cogvideox", (16, 3, 4, 4), (5, 12), ("blocks",),
         more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4, "num_attention_heads": 4},
-        options=_given(16, 3, 4, 4),
+        options=_image(16, 3, 4, 4),
     ),
     "Z-Image in pixel space": made_of(
         "z_image", config_class="ZImagePixelSpace",

@@ -4,7 +4,7 @@ all that their conditioning nodes add."""
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,10 +42,14 @@ _ERNIE = {
 _ANIMA = {**FAMILIES["cosmos_predict2"].unet_config, "image_model": "anima", "crossattn_emb_channels": 48}
 
 
-_QWEN_IMAGE_21 = {
-    "image_model": "qwen_image21", "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-    "context_in_dim": 24, "axes_dims_rope": (4, 6, 6),
-}
+_QWEN_21 = TinyFamily(
+    "QwenImage21",
+    {
+        "image_model": "qwen_image21", "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+        "context_in_dim": 24, "axes_dims_rope": (4, 6, 6),
+    },
+    (64, 4, 6), (6, 24), ("transformer_blocks",), is_detected=False, is_calm=True, has_bool_masks=True,
+)
 # Its padding is zeros that nothing sees, or tokens that are learned; the former only shifts positions.
 _MING_IMAGE = {
     **{name: value for name, value in FAMILIES["z_image"].unet_config.items() if name != "pad_tokens_multiple"},
@@ -89,222 +93,164 @@ class Output:
         self.__dict__.update(values)
 
 
-def _sizes(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As CLIPTextEncodeSDXL says them: numbers."""
-    return {"width": 1024, "height": 768, "crop_w": 8, "crop_h": 0, "target_width": 1024, "target_height": 768}
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Numbers of this shape; of a mask zeros and ones. Integers below `below`, where that is not 0."""
+
+    shape: tuple[int, ...]
+    is_mask: bool = False
+    below: int = 0
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        if self.below:
+            return torch.randint(0, self.below, self.shape, generator=generator)
+        if self.is_mask:
+            return torch.rand(self.shape, generator=generator).round()
+        return torch.randn(self.shape, generator=generator)
 
 
-def _reference(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As ReferenceLatent gives it, of another size than the picture."""
-    return {"reference_latents": [torch.randn(1, 16, 4, 6, generator=generator)]}
+def one(*shape: int) -> Drawn:
+    """Of a batch of one."""
+    return Drawn((1, *shape))
 
 
-def _first_frame(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanImageToVideo gives it without CLIP vision."""
-    mask = torch.ones(1, 1, 2, 4, 4)
-    mask[:, :, 0] = 0
-    return {"concat_latent_image": torch.randn(1, 16, 2, 4, 4, generator=generator), "concat_mask": mask}
+def mask(*shape: int) -> Drawn:
+    return Drawn((1, *shape), is_mask=True)
 
 
-def _first_frame_seen(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanImageToVideo gives it with CLIP vision."""
-    states = torch.randn(1, 5, 1280, generator=generator)
-    seen = Output(penultimate_hidden_states=states, last_hidden_state=states + 1, image_embeds=states[:, 0])
-    return {**_first_frame(generator, tokens), "clip_vision_output": seen}
+def given(**what: Any) -> Callable[[torch.Generator, int], dict[str, Any]]:
+    """TinyFamily.options: what is Drawn is drawn, in lists and dicts, too, and what is a function is called."""
+
+    return lambda generator, tokens: {name: _made(value, generator, tokens) for name, value in what.items()}
 
 
-def _tokens_of_t5(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As Anima's text encoder gives them: without a batch."""
-    ids = torch.randint(0, 32, (tokens + 2,), generator=generator, dtype=torch.int)
-    return {"t5xxl_ids": ids, "t5xxl_weights": torch.rand(tokens + 2, generator=generator)}
+def _made(value: Any, *how: Any) -> Any:
+    if isinstance(value, Drawn):
+        return value.draw(how[0])
+    if isinstance(value, dict):
+        return {name: _made(each, *how) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_made(each, *how) for each in value]
+    return value(*how) if callable(value) else value
 
 
-def _references(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As two ReferenceLatent and Edit Model Reference Method give them."""
-    latents = [torch.randn(1, 128, *sides, generator=generator) for sides in ((2, 3), (4, 2))]
-    return {"reference_latents": latents, "reference_latents_method": "index_timestep_zero"}
-
-
-def _edited(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As TextEncodeQwenImageEditPlus gives them."""
-    return {"reference_latents": [torch.randn(1, 16, 1, *sides, generator=generator) for sides in ((4, 6), (8, 4))]}
-
-
-def _edited_in_text(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As TextEncodeQwenImageEditPlus gives them of Qwen-Image 2.1: where in the text each reference belongs."""
-    latents = [torch.randn(1, 64, *sides, generator=generator) for sides in ((2, 3), (3, 2))]
-    return {"reference_latents": latents, "image_slots": [2, 4]}
-
-
-def _direct_context(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As Ming-Image's text encoder gives it: states that are as wide as the model."""
-    return {"direct_context": torch.randn(1, 3, 256, generator=generator)}
-
-
-def _more_frames(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As TextEncodeMingImageEdit gives them beside that: two references as clean frames."""
-    latents = [torch.randn(1, 16, 1, 8, 8, generator=generator) for _ in range(2)]
-    return {**_direct_context(generator, tokens), "reference_latents": latents}
-
-
-def _omni(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As TextEncodeZImageOmni gives them of one image: what is in front of it, and what is behind."""
-    seen = Output(last_hidden_state=torch.randn(1, 6, 24, generator=generator), image_sizes=[(3, 32, 48)])
-    texts = [torch.randn(1, count, 48, generator=generator) for count in (3, 4)]
-    latent = torch.randn(1, 16, 4, 6, generator=generator)
-    return {"reference_latents": [latent], "reference_latents_text_embeds": texts, "clip_vision_outputs": [seen]}
-
-
-def _vision(generator: torch.Generator) -> Any:
+def _seen(generator: torch.Generator, tokens: int) -> Any:
     return Output(penultimate_hidden_states=torch.randn(1, 5, 1280, generator=generator))
 
 
-def _controlled(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanVaceToVideo gives it, twice, and not as strong the second time."""
-    frames = [torch.randn(1, 32, 2, 4, 4, generator=generator) for _ in range(2)]
-    masks = [torch.rand(1, 64, 2, 4, 4, generator=generator).round() for _ in range(2)]
-    return {"vace_frames": frames, "vace_mask": masks, "vace_strength": [1.0, 0.5]}
+def _all_seen(generator: torch.Generator, tokens: int) -> Any:
+    states = torch.randn(1, 5, 1280, generator=generator)
+    return Output(penultimate_hidden_states=states, last_hidden_state=states + 1, image_embeds=states[:, 0])
 
 
-def _fun_control(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanFunControlToVideo gives it."""
-    return {
-        "concat_latent_image": torch.randn(1, 32, 2, 4, 4, generator=generator),
-        "clip_vision_output": _vision(generator),
-    }
+def _omni_seen(generator: torch.Generator, tokens: int) -> Any:
+    return [Output(last_hidden_state=torch.randn(1, 6, 24, generator=generator), image_sizes=[(3, 32, 48)])]
 
 
-def _fun_control_22(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As Wan22FunControlToVideo gives it, with a reference."""
-    return {
-        "concat_latent_image": torch.randn(1, 32, 2, 4, 4, generator=generator),
-        "concat_mask": torch.rand(1, 4, 2, 4, 4, generator=generator).round(), "concat_mask_index": 16,
-        "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
-    }
+def but_the_first_frame(*_: Any) -> torch.Tensor:
+    frames = torch.ones(1, 1, 2, 4, 4)
+    frames[:, :, 0] = 0
+    return frames
 
 
-def _phantom(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanPhantomSubjectToVideo gives it of two subjects."""
-    return {"time_dim_concat": torch.randn(1, 16, 2, 4, 4, generator=generator)}
+def _of_t5(draw: Callable[..., torch.Tensor]) -> Callable[[torch.Generator, int], torch.Tensor]:
+    """Without a batch, and longer than the text."""
+    return lambda generator, tokens: draw(tokens + 2, generator)
 
 
-def _camera(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanCameraImageToVideo gives it."""
-    image = torch.randn(1, 16, 2, 4, 4, generator=generator)
-    poses = torch.randn(1, 24, 2, 32, 32, generator=generator)
-    return {"concat_latent_image": image, "camera_conditions": poses, "clip_vision_output": _vision(generator)}
+def _token_tags(generator: torch.Generator, tokens: int) -> torch.Tensor:
+    return (torch.arange(tokens) > 2).long()
 
 
-def _sound(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanSoundImageToVideo gives it."""
-    return {
-        "audio_embed": torch.randn(1, 25, 8, 8, generator=generator),
-        "reference_latents": [torch.randn(1, 16, 1, 8, 8, generator=generator)],
-        "reference_motion": torch.randn(1, 16, 19, 8, 8, generator=generator),
-        "control_video": torch.randn(1, 16, 2, 8, 8, generator=generator),
-    }
-
-
-def _voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanHuMoImageToVideo gives it; small_adapter makes the audio narrow."""
-    return {
-        "audio_embed": torch.randn(1, 3, 2, 1, 4, generator=generator),
-        "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
-    }
-
-
-def _animated(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanAnimateToVideo gives it; the latent's first frame is the reference's."""
-    return {
-        "concat_latent_image": torch.randn(1, 16, 3, 4, 4, generator=generator),
-        "concat_mask": torch.rand(1, 4, 3, 4, 4, generator=generator).round(),
-        "pose_video_latent": torch.randn(1, 16, 2, 4, 4, generator=generator),
-        "face_video_pixels": torch.rand(1, 3, 8, 16, 16, generator=generator) * 2 - 1,
-        "clip_vision_output": _vision(generator),
-    }
-
-
-def _posed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanSCAILToVideo gives it, at every step."""
-    return {
-        "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
-        "pose_video_latent": torch.randn(1, 16, 2, 2, 2, generator=generator),
-        "clip_vision_output": _vision(generator), "start_percent": 0.0, "end_percent": 1.0,
-    }
-
-
-def _masked(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanSCAILToVideo gives it of SCAIL-2, with identities."""
-    masks = {"driving_mask_28ch": (1, 2, 28, 2, 2), "ref_mask_28ch": (1, 3, 28, 4, 4)}
-    drawn = {name: torch.rand(shape, generator=generator).round() for name, shape in masks.items()}
-    return {**_posed(generator, tokens), **drawn, "ref_mask_flag": True}
-
-
-def _danced(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As WanDancerVideo gives it."""
-    return {
-        **_first_frame(generator, tokens), "clip_vision_output": _vision(generator),
-        "clip_vision_output_ref": _vision(generator), "audio_embed": torch.randn(1, 6, 35, generator=generator),
-        "fps": 25.0, "audio_inject_scale": 0.5,
-    }
-
-
-def _lyrics(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As TextEncodeAceStepAudio gives them."""
-    return {"conditioning_lyrics": torch.randint(0, 20, (1, 4), generator=generator), "lyrics_strength": 0.8}
-
-
-def _lyrics_and_timbre(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As TextEncodeAceStepAudio1.5 without codes and Set Reference Audio give them."""
-    lyrics = torch.randn(1, 3, 12, generator=generator)
-    timbre = torch.randn(1, 64, 9, generator=generator)
-    return {"conditioning_lyrics": lyrics, "reference_audio_timbre_latents": [timbre]}
-
-
-def _lyrics_alone(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As TextEncodeAceStepAudio1.5 gives them without codes."""
-    return {"conditioning_lyrics": torch.randn(1, 3, 12, generator=generator)}
-
-
-def _frame_rate(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As LTXVConditioning gives it."""
-    return {"frame_rate": 24.0}
-
-
-def _unprocessed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As LTX-2.3's text encoder and LTXV Reference Audio give it."""
-    tokens_of_sound = torch.randn(1, 3, 128, generator=generator)
-    return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True, "ref_audio": {"tokens": tokens_of_sound}}
-
-
-def _unprocessed_text(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As LTX-2.5's text encoder gives it."""
-    return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True}
-
-
-def _keyframes(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As MiniMax H3's text encoder, Image to Video and Add Guide with a sound give them: a first and a last frame."""
-    first, last = (torch.randn(1, 24, 1, 4, 6, generator=generator) for _ in range(2))
-    sound = torch.randn(1, 32, 2, 1, generator=generator)
-    frames = [
-        {"resolved_frame_index": 0, "latent": first}, {"resolved_frame_index": 4, "latent": last, "audio_latent": sound}
-    ]
-    return {"minimax_token_tags": (torch.arange(tokens) > 2).long(), "minimax_keyframes": frames}
-
-
-def _several_references(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As MiniMax H3 Reference to Video gives them: a picture, a video with its sound, a sound."""
-    picture, video = (torch.randn(1, 24, *sides, generator=generator) for sides in ((1, 4, 4), (2, 4, 6)))
-    sounds = [torch.randn(1, 32, 2, length, generator=generator) for length in (1, 2)]
-    video_sides = {"latent_t": 2, "latent_h": 4, "latent_w": 6, "ref_audio_t": 1}
-    return {
-        "minimax_token_tags": (torch.arange(tokens) > 2).long(),
-        "minimax_refs": [
-            {"kind": "image", "latent_h": 4, "latent_w": 4, "latent": picture},
-            {"kind": "video_audio", **video_sides, "latent": video, "audio_latent": sounds[0]},
-            {"kind": "audio", "ref_audio_t": 2, "audio_latent": sounds[1]},
+_FIRST_FRAME = {"concat_latent_image": one(16, 2, 4, 4), "concat_mask": but_the_first_frame}
+_CONTROL = {"concat_latent_image": one(32, 2, 4, 4)}
+_POSED = {  # as WanSCAILToVideo gives it, at every step
+    "reference_latents": [one(16, 1, 4, 4)], "pose_video_latent": one(16, 2, 2, 2), "clip_vision_output": _seen,
+    "start_percent": 0.0, "end_percent": 1.0,
+}
+_DIRECT = {"direct_context": one(3, 256)}  # as Ming-Image's text encoder gives it: states that are as wide as the model
+_UNPROCESSED = {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True}
+_LYRICS = {"conditioning_lyrics": one(3, 12)}
+# What nodes add to the text of a build, by its name.
+_GIVEN: dict[str, Callable[[torch.Generator, int], dict[str, Any]]] = {
+    **dict.fromkeys(
+        ("SDXL", "SDXL v-prediction"),  # CLIPTextEncodeSDXL
+        given(width=1024, height=768, crop_w=8, crop_h=0, target_width=1024, target_height=768),
+    ),
+    "FLUX.1 Kontext": given(reference_latents=[one(16, 4, 6)]),  # ReferenceLatent, of another size than the picture
+    "Wan 2.2 I2V 14B": given(**_FIRST_FRAME),  # WanImageToVideo without CLIP vision
+    "Wan 2.1 I2V": given(**_FIRST_FRAME, clip_vision_output=_all_seen),
+    "Anima": given(  # its text encoder
+        t5xxl_ids=_of_t5(lambda count, g: torch.randint(0, 32, (count,), generator=g, dtype=torch.int)),
+        t5xxl_weights=_of_t5(lambda count, g: torch.rand(count, generator=g)),
+    ),
+    "FLUX.2 with references": given(  # two ReferenceLatent and Edit Model Reference Method
+        reference_latents=[one(128, 2, 3), one(128, 4, 2)], reference_latents_method="index_timestep_zero"
+    ),
+    "Qwen-Image-Edit": given(reference_latents=[one(16, 1, 4, 6), one(16, 1, 8, 4)]),  # TextEncodeQwenImageEditPlus
+    "Qwen-Image 2.1 edit": given(  # the same, with where in the text each reference belongs
+        reference_latents=[one(64, 2, 3), one(64, 3, 2)], image_slots=[2, 4]
+    ),
+    "Ming-Image": given(**_DIRECT),
+    "Ming-Image edit": given(reference_latents=[one(16, 1, 8, 8)] * 2, **_DIRECT),  # TextEncodeMingImageEdit
+    "Z-Image Omni": given(  # TextEncodeZImageOmni of one image: what is in front of it, and what is behind
+        clip_vision_outputs=_omni_seen, reference_latents_text_embeds=[one(3, 48), one(4, 48)],
+        reference_latents=[one(16, 4, 6)],
+    ),
+    "Wan VACE": given(  # WanVaceToVideo, twice, and not as strong the second time
+        vace_frames=[one(32, 2, 4, 4)] * 2, vace_mask=[mask(64, 2, 4, 4)] * 2, vace_strength=[1.0, 0.5]
+    ),
+    "Wan 2.1 Fun Control": given(**_CONTROL, clip_vision_output=_seen),  # WanFunControlToVideo
+    "Wan 2.2 Fun Control": given(  # Wan22FunControlToVideo with a reference
+        **_CONTROL, concat_mask=mask(4, 2, 4, 4), concat_mask_index=16, reference_latents=[one(16, 1, 4, 4)]
+    ),
+    "Wan Phantom": given(time_dim_concat=one(16, 2, 4, 4)),  # WanPhantomSubjectToVideo of two subjects
+    "Wan Camera": given(  # WanCameraImageToVideo
+        concat_latent_image=one(16, 2, 4, 4), camera_conditions=one(24, 2, 32, 32), clip_vision_output=_seen
+    ),
+    "Wan 2.2 S2V": given(  # WanSoundImageToVideo
+        audio_embed=one(25, 8, 8), reference_latents=[one(16, 1, 8, 8)], reference_motion=one(16, 19, 8, 8),
+        control_video=one(16, 2, 8, 8),
+    ),
+    # WanHuMoImageToVideo; small_adapter makes the audio narrow.
+    "Wan HuMo": given(audio_embed=one(3, 2, 1, 4), reference_latents=[one(16, 1, 4, 4)]),
+    "Wan 2.2 Animate": given(  # WanAnimateToVideo; the latent's first frame is the reference's
+        concat_latent_image=one(16, 3, 4, 4), concat_mask=mask(4, 3, 4, 4), pose_video_latent=one(16, 2, 4, 4),
+        face_video_pixels=lambda g, tokens: torch.rand(1, 3, 8, 16, 16, generator=g) * 2 - 1, clip_vision_output=_seen,
+    ),
+    "Wan SCAIL": given(**_POSED),
+    "Wan SCAIL-2": given(  # with identities
+        **_POSED, driving_mask_28ch=mask(2, 28, 2, 2), ref_mask_28ch=mask(3, 28, 4, 4), ref_mask_flag=True
+    ),
+    "Wan Dancer": given(  # WanDancerVideo
+        **_FIRST_FRAME, clip_vision_output=_seen, clip_vision_output_ref=_seen, audio_embed=one(6, 35), fps=25.0,
+        audio_inject_scale=0.5,
+    ),
+    "ACE-Step": given(conditioning_lyrics=Drawn((1, 4), below=20), lyrics_strength=0.8),  # TextEncodeAceStepAudio
+    "ACE-Step 1.5": given(**_LYRICS),  # TextEncodeAceStepAudio1.5 without codes
+    "ACE-Step 1.5 with a reference": given(**_LYRICS, reference_audio_timbre_latents=[one(64, 9)]),
+    **dict.fromkeys(("LTX-2", "LTX-2 without sound"), given(frame_rate=24.0)),  # LTXVConditioning
+    "LTX-2.3 with a voice": given(**_UNPROCESSED, ref_audio={"tokens": one(3, 128)}),  # LTXV Reference Audio
+    "LTX-2.5": given(**_UNPROCESSED),
+    "MiniMax H3": given(  # Image to Video and Add Guide with a sound: a first and a last frame
+        minimax_token_tags=_token_tags,
+        minimax_keyframes=[
+            {"resolved_frame_index": 0, "latent": one(24, 1, 4, 6)},
+            {"resolved_frame_index": 4, "latent": one(24, 1, 4, 6), "audio_latent": one(32, 2, 1)},
         ],
-    }
+    ),
+    "MiniMax H3 pruned, with references": given(  # Reference to Video: a picture, a video with its sound, a sound
+        minimax_token_tags=_token_tags,
+        minimax_refs=[
+            {"kind": "image", "latent_h": 4, "latent_w": 4, "latent": one(24, 1, 4, 4)},
+            {
+                "kind": "video_audio", "latent_t": 2, "latent_h": 4, "latent_w": 6, "ref_audio_t": 1,
+                "latent": one(24, 2, 4, 6), "audio_latent": one(32, 2, 1),
+            },
+            {"kind": "audio", "ref_audio_t": 2, "audio_latent": one(32, 2, 2)},
+        ],
+    ),
+}
 
 
 def _kept_first_frame() -> torch.Tensor:
@@ -344,30 +290,25 @@ def made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
 
-def _wan(config_class, options, latent=(16, 2, 4, 4), *, is_detected=True, **changes) -> TinyFamily:
+def _wan(config_class, latent=(16, 2, 4, 4), *, is_detected=True, **changes) -> TinyFamily:
     config = {**FAMILIES["wan"].unet_config, **changes}
-    return made_of(
-        "wan", config_class=config_class, unet_config=config, latent=latent, options=options, is_detected=is_detected
-    )
+    return made_of("wan", config_class=config_class, unet_config=config, latent=latent, is_detected=is_detected)
 
 
 _LTX_2_WITH_SOUND = TinyFamily(
     "LTXAV", _LTX_2, (128, 2, 2, 3), (6, 24), ("transformer_blocks",), is_detected=False, sound=(8, 5, 16),
-    options=_frame_rate,
 )
 
 # Every class that is trained by the name its row of the table has.
 TRAINED: dict[str, TinyFamily] = {
-    "FLUX.1": FAMILIES["flux1"], "FLUX.1 Kontext": made_of("flux1", options=_reference), "FLUX.2": FAMILIES["flux2"],
-    "Chroma": FAMILIES["chroma"], "Wan 2.1 T2V, 2.2 T2V 14B": FAMILIES["wan"],
-    "Wan 2.1 I2V": made_of("wan_i2v", options=_first_frame_seen),
-    "Wan 2.2 I2V 14B": made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}, options=_first_frame),
+    "FLUX.1": FAMILIES["flux1"], "FLUX.1 Kontext": FAMILIES["flux1"], "FLUX.2": FAMILIES["flux2"],
+    "Chroma": FAMILIES["chroma"], "Wan 2.1 T2V, 2.2 T2V 14B": FAMILIES["wan"], "Wan 2.1 I2V": FAMILIES["wan_i2v"],
+    "Wan 2.2 I2V 14B": made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}),
     "Wan 2.2 TI2V 5B": made_of("wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4)),
     "Qwen-Image": FAMILIES["qwen_image"],
     "Z-Image": made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2}),
     "Lumina 2": made_of("lumina2", unet_config={**FAMILIES["lumina2"].unet_config, **_NARROW, "n_kv_heads": 1}),
-    "SDXL": made_of("sdxl", unet_config=_UNET, options=_sizes),
-    "SDXL v-prediction": made_of("sdxl", unet_config=_UNET, options=_sizes),
+    **dict.fromkeys(("SDXL", "SDXL v-prediction"), made_of("sdxl", unet_config=_UNET)),
     "SD 1.5": made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0), "SD 3.5": FAMILIES["sd3"],
     "LTX-Video": FAMILIES["ltxv"], "HunyuanVideo": FAMILIES["hunyuan_video"],
     "HunyuanVideo 1.5": made_of(
@@ -376,9 +317,7 @@ TRAINED: dict[str, TinyFamily] = {
         is_detected=False,
     ),
     "Cosmos-Predict2": FAMILIES["cosmos_predict2"],
-    "Anima": made_of(
-        "cosmos_predict2", config_class="Anima", unet_config=_ANIMA, context=(6, 48), options=_tokens_of_t5
-    ),
+    "Anima": made_of("cosmos_predict2", config_class="Anima", unet_config=_ANIMA, context=(6, 48)),
     "Krea 2": FAMILIES["krea2"],
     "ERNIE-Image": TinyFamily("ErnieImage", _ERNIE, (128, 4, 4), (6, 12), ("layers",), is_detected=False),
     "HiDream-I1": FAMILIES["hidream"],
@@ -386,61 +325,46 @@ TRAINED: dict[str, TinyFamily] = {
         "wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4), noise_mask=_kept_first_frame
     ),
     "LTX-Video with guides": made_of("ltxv", latent=(128, 4, 4, 4), options=_guides, noise_mask=_guided),
-    "FLUX.2 with references": made_of("flux2", options=_references),
-    "Qwen-Image-Edit": made_of("qwen_image", options=_edited),
-    "Qwen-Image 2.1": TinyFamily(
-        "QwenImage21", _QWEN_IMAGE_21, (64, 4, 6), (6, 24), ("transformer_blocks",), is_detected=False, is_calm=True,
-        has_bool_masks=True,
-    ),
-    "Qwen-Image 2.1 edit": TinyFamily(
-        "QwenImage21", {**_QWEN_IMAGE_21, "fused_mlp": False}, (64, 4, 6), (6, 24), ("transformer_blocks",),
-        is_detected=False, options=_edited_in_text, is_calm=True, has_bool_masks=True,
+    "FLUX.2 with references": FAMILIES["flux2"], "Qwen-Image-Edit": FAMILIES["qwen_image"],
+    "Qwen-Image 2.1": _QWEN_21, "Qwen-Image 2.1 edit": dataclasses.replace(
+        _QWEN_21, unet_config={**_QWEN_21.unet_config, "fused_mlp": False}
     ),
     "Z-Image Omni": made_of(
-        "z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2, "siglip_feat_dim": 24}, options=_omni
+        "z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2, "siglip_feat_dim": 24}
     ),
-    "Ming-Image": made_of(
-        "z_image", config_class="MingImage", unet_config=_MING_IMAGE, latent=(16, 1, 8, 8), options=_direct_context
+    **dict.fromkeys(
+        ("Ming-Image", "Ming-Image edit"),
+        made_of("z_image", config_class="MingImage", unet_config=_MING_IMAGE, latent=(16, 1, 8, 8)),
     ),
-    "Ming-Image edit": made_of(
-        "z_image", config_class="MingImage", unet_config=_MING_IMAGE, latent=(16, 1, 8, 8), options=_more_frames
-    ),
-    "Wan VACE": made_of("wan_vace", options=_controlled),
-    "Wan 2.1 Fun Control": _wan("WAN21_FunControl2V", _fun_control, model_type="i2v", in_dim=48),
-    "Wan 2.2 Fun Control": _wan("WAN21_T2V", _fun_control_22, in_dim=52, in_dim_ref_conv=16),
-    "Wan Phantom": made_of("wan", options=_phantom),
-    "Wan Camera": _wan("WAN21_Camera", _camera, model_type="camera", in_dim=32),
+    "Wan VACE": FAMILIES["wan_vace"],
+    "Wan 2.1 Fun Control": _wan("WAN21_FunControl2V", model_type="i2v", in_dim=48),
+    "Wan 2.2 Fun Control": _wan("WAN21_T2V", in_dim=52, in_dim_ref_conv=16), "Wan Phantom": FAMILIES["wan"],
+    "Wan Camera": _wan("WAN21_Camera", model_type="camera", in_dim=32),
     "Wan 2.2 S2V": _wan(
-        "WAN22_S2V", _sound, (16, 2, 8, 8), model_type="s2v", audio_dim=8, audio_inject_layers=[0, 2], is_detected=False
+        "WAN22_S2V", (16, 2, 8, 8), model_type="s2v", audio_dim=8, audio_inject_layers=[0, 2], is_detected=False
     ),
-    "Wan HuMo": _wan("WAN21_HuMo", _voice, model_type="humo"),
-    "Wan 2.2 Animate": _wan("WAN22_Animate", _animated, (16, 3, 4, 4), model_type="animate", in_dim=36, num_layers=5),
-    "Wan SCAIL": _wan("WAN21_SCAIL", _posed, model_type="scail", in_dim=20),
-    "Wan SCAIL-2": _wan("WAN21_SCAIL2", _masked, model_type="scail2", in_dim=20),
+    "Wan HuMo": _wan("WAN21_HuMo", model_type="humo"),
+    "Wan 2.2 Animate": _wan("WAN22_Animate", (16, 3, 4, 4), model_type="animate", in_dim=36, num_layers=5),
+    "Wan SCAIL": _wan("WAN21_SCAIL", model_type="scail", in_dim=20),
+    "Wan SCAIL-2": _wan("WAN21_SCAIL2", model_type="scail2", in_dim=20),
     "Wan Dancer": _wan(
-        "WAN22_WanDancer", _danced, (16, 2, 4, 8), model_type="wandancer", in_dim=36, audio_inject_layers=[0, 2],
+        "WAN22_WanDancer", (16, 2, 4, 8), model_type="wandancer", in_dim=36, audio_inject_layers=[0, 2],
         is_detected=False,
     ),
     "LTX-2": _LTX_2_WITH_SOUND, "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
-    "LTX-2.3 with a voice": dataclasses.replace(
-        _LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96), options=_unprocessed
-    ),
-    "LTX-2.5": dataclasses.replace(_LTX_2_WITH_SOUND, unet_config=_LTX_2_5, context=(6, 96), options=_unprocessed_text),
-    "MiniMax H3": made_of("minimax_h3", options=_keyframes),
+    "LTX-2.3 with a voice": dataclasses.replace(_LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96)),
+    "LTX-2.5": dataclasses.replace(_LTX_2_WITH_SOUND, unet_config=_LTX_2_5, context=(6, 96)),
+    "MiniMax H3": FAMILIES["minimax_h3"],
     "MiniMax H3 pruned, with references": made_of(
-        "minimax_h3", unet_config={**FAMILIES["minimax_h3"].unet_config, "adaln_curve_grid": 9},
-        options=_several_references,
+        "minimax_h3", unet_config={**FAMILIES["minimax_h3"].unet_config, "adaln_curve_grid": 9}
     ),
-    "ACE-Step": TinyFamily(
-        "ACEStep", _ACE_STEP, (8, 16, 6), (6, 12), ("transformer_blocks",), is_detected=False, options=_lyrics
-    ),
-    "ACE-Step 1.5": TinyFamily(
-        "ACEStep15", _ACE_STEP_15, (64, 11), (6, 12), ("decoder.layers",), is_detected=False, options=_lyrics_alone
-    ),
-    "ACE-Step 1.5 with a reference": TinyFamily(
-        "ACEStep15", _ACE_STEP_15, (64, 11), (6, 12), ("decoder.layers",), is_detected=False, options=_lyrics_and_timbre
+    "ACE-Step": TinyFamily("ACEStep", _ACE_STEP, (8, 16, 6), (6, 12), ("transformer_blocks",), is_detected=False),
+    **dict.fromkeys(
+        ("ACE-Step 1.5", "ACE-Step 1.5 with a reference"),
+        TinyFamily("ACEStep15", _ACE_STEP_15, (64, 11), (6, 12), ("decoder.layers",), is_detected=False),
     ),
 }
+TRAINED |= {name: dataclasses.replace(TRAINED[name], options=options) for name, options in _GIVEN.items()}
 
 # What a file says beside its weights.
 _SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}}
