@@ -271,19 +271,6 @@ WAN_DANCER = Case(
     is_exact=False,  # interpolation
 )
 
-WAN_ANIMATE_2 = Case(
-    "wan_animate2", "comfy.ldm.wan.model_animate2", "WanAnimate2Model", {**_WAN, "in_dim": 36},
-    lambda: {
-        "x": rand(2, 36, 3, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12), "clip_fea": rand(2, 3, 1280),
-        "pose_latents": rand(2, 16, 2, 4, 6),
-    },
-)
-
-WAN_CAUSAL = Case(
-    "wan_causal", "comfy.ldm.wan.ar_model", "CausalWanModel", _WAN,
-    lambda: {"frames": rand(2, 4, 2, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12)},
-)
-
 # -------------------------------------------------------------------------------------------------------- other images
 QWEN = Case(
     "qwen_image", "comfy.ldm.qwen_image.model", "QwenImageTransformer2DModel",
@@ -962,9 +949,8 @@ QWEN_IMAGE_21 = Case(
     },
 )
 
-REFUSED = (WAN_ANIMATE_2, WAN_CAUSAL)
 NEWER = (QWEN_IMAGE_21,)
-CASES = tuple(value for value in list(globals().values()) if isinstance(value, Case) and value not in REFUSED + NEWER)
+CASES = tuple(value for value in list(globals().values()) if isinstance(value, Case) and value not in NEWER)
 
 # ------------------------------------------------------------------------------------------- heads for several cards
 _FLUX_HEADS = {"num_heads": 4, "axes_dim": [2, 2, 4]}
@@ -1011,20 +997,14 @@ def with_heads(case: Case) -> Case:
     return dataclasses.replace(case, config=sizes, inputs=lambda: {**case.inputs(), **inputs()}, scale=None)
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A case of which is counted what a forward of batch 2 takes. It has so many tokens of the picture or sound that
-    those of the text hardly count where a forecast takes the ones for the others.
-    """
-
-    case: Case
-    num_text: int = 5
-    num_picture: int = 192
+COUNTED_TOKENS = 192, 5  # of the picture or sound, and of the text
 
 
-def _counted(case: Case, **given: torch.Tensor | None) -> Counted:
+def _counted(case: Case, **given: torch.Tensor | None) -> Case:
+    """Of which is counted what a forward of batch 2 takes. It has so many tokens of the picture or sound that those of
+    the text hardly count where a forecast takes the ones for the others."""
     case = with_heads(case)
-    return Counted(dataclasses.replace(case, inputs=lambda: {**case.inputs(), **given}))
+    return dataclasses.replace(case, inputs=lambda: {**case.inputs(), **given})
 
 
 # One of each shape: text tokens in the stream, beside it, and attended to; experts; joined outputs; modules of one kind

@@ -1,11 +1,17 @@
-"""Runs in ComfyUI's Python: writes linears in its 8-bit formats, loads them again with its own code, and writes what it
-found. Arguments: ComfyUI's folder, the folder to write to."""
+"""Weights in ComfyUI's 8-bit formats, written by ComfyUI: we read the numbers that ComfyUI reads; cases of
+test_quantized_files.py."""
 
 import json
-import sys
-from pathlib import Path
 
+import comfy.ops
+import comfy.quant_ops
+import comfy.utils
 import torch
+from devicebridge.checkpoints.header import read_header
+from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats, read_scales
+from devicebridge.checkpoints.weight_file import read_records
+from devicebridge.tests.comfy.cases import FOLDER, case, run_cases
+from safetensors.torch import save_file
 
 # name: layout, format, arguments of quantize, what the note says beyond the format
 FORMATS = {
@@ -21,18 +27,8 @@ FORMATS = {
 }  # fmt: skip
 
 
-def main() -> None:
-    host, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    sys.argv = sys.argv[:1] + ["--cpu"]
-    sys.path.insert(0, str(host))
-    import comfy.cli_args
-
-    comfy.cli_args.args.cpu = True  # ComfyUI looks for a GPU when it is imported
-    import comfy.ops
-    import comfy.quant_ops
-    import comfy.utils
-    from safetensors.torch import save_file
-
+@case
+def a_weight_is_what_comfyui_takes_it_for() -> None:
     torch.manual_seed(0)
     weight = torch.randn(48, 512)
     for name, (layout, kind, arguments, more) in FORMATS.items():
@@ -43,30 +39,30 @@ def main() -> None:
             "x.weight_scale": params.scale.contiguous(),
             "x.comfy_quant": torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8),
         }
-        save_file(tensors, folder / f"{name}.safetensors")
-        save_file({"x.weight": _loaded(comfy.ops, tensors)}, folder / f"{name}.found")
+        _is_read_alike(name, tensors, tensors)
         if name == "fp8":
-            _write_old(comfy, folder, values, params.scale)
+            mark = torch.zeros(2, dtype=torch.float8_e4m3fn)
+            old = {"x.scale_weight": params.scale, "x.scale_input": torch.tensor(0.25), "scaled_fp8": mark}
+            old["x.weight"] = values
+            _is_read_alike("fp8_scaled", old, comfy.utils.convert_old_quants(dict(old))[0])
 
 
-def _write_old(comfy: object, folder: Path, values: torch.Tensor, scale: torch.Tensor) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {
-        "x.weight": values, "x.scale_weight": scale, "x.scale_input": torch.tensor(0.25),
-        "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn),
-    }  # fmt: skip
-    save_file(tensors, folder / "fp8_scaled.safetensors")
-    converted, _ = comfy.utils.convert_old_quants(dict(tensors))
-    save_file({"x.weight": _loaded(comfy.ops, converted)}, folder / "fp8_scaled.found")
-
-
-def _loaded(ops: object, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    classes = ops.mixed_precision_ops(compute_dtype=torch.float32)
+def _is_read_alike(name: str, written: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    save_file(written, file := FOLDER / f"{name}.safetensors")
+    header = read_header(file)
+    given = header.records()
+    records = pair_scales(file, given, read_formats(file, given, [header.metadata]))
+    assert records.keys() == {"x.weight"} and records["x.weight"].is_quantized
+    ((_, values),) = read_records(records)
+    found = dequantize(values, read_scales(records)["x.weight"], records["x.weight"], torch.float32)
+    classes = comfy.ops.mixed_precision_ops(compute_dtype=torch.float32)
     linear = classes.Linear(512, 48, bias=False, device="cpu", dtype=torch.float32)
-    linear.load_state_dict({name.removeprefix("x."): tensor.clone() for name, tensor in tensors.items()}, strict=False)
-    return linear.weight.dequantize().detach().float().contiguous()
+    linear.load_state_dict({key.removeprefix("x."): each.clone() for key, each in loaded.items()}, strict=False)
+    expected = linear.weight.dequantize().detach().float()
+    # Rotating back sums 16 or 256 float32 products in an order of its own; nothing else differs.
+    assert expected.std() > 0.9
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5 if "convrot" in name else 0), name
 
 
 if __name__ == "__main__":
-    main()
+    run_cases()
