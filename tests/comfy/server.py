@@ -116,7 +116,7 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
     allow_folders(base / "user", base.parent, Path("/nowhere"))
     packs = {
         "devicebridge": ROOT,
-        **{name: ROOT / "tests" / "comfy" / name for name in ("card_nodes", "stock_nodes", "watching")},
+        **{name: ROOT / "tests" / "comfy" / name for name in ("stock_nodes", "watching")},
     }
     for name, folder in packs.items():
         if not (base / "custom_nodes" / name).exists():  # a second server of these folders finds them there

@@ -1,44 +1,33 @@
-"""One process with ComfyUI's Python: what the settings of Train LoRA (simple) take of published models on two cards.
+"""What the settings of Train LoRA (simple) take of published models on two cards: forecasts of `devicebridge plan`, for
+files of full size without weights. A case of test_simple_training.py."""
 
-Takes ComfyUI's folder and a folder for files. Prints a line of JSON per family: {"family", "kind", "verdicts": of each
-quality on two cards of 24 GiB, "hours": {cards: of a whole run of normal quality}, "weights_gb"}. A UNet has no
-forecast.
-"""
-
-import json
 import math
 import re
-import runpy
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-CHECKOUT, FOLDER = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
+import comfy.supported_models
+import torch
+from devicebridge.checkpoints.checkpoint import CheckpointInfo
+from devicebridge.config.job import ModelConfig, make_job
+from devicebridge.jobs.job import plan_job
+from devicebridge.nodes.host.native.model import native_training
+from devicebridge.nodes.load import recognised
+from devicebridge.nodes.simple import SETTINGS, kind_of
+from devicebridge.planning.cards import parse_cards
+from devicebridge.planning.dry_run import NoForecast
+from devicebridge.planning.plan import describe_verdict, step_seconds
+from devicebridge.tests.comfy.cases import FOLDER, long_case, run_cases
+from devicebridge.tests.comfy.full_sizes import _FILES, _write_sparse
+from devicebridge.tests.comfy.server import ROOT
+from devicebridge.tests.workflows import read_workflow
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import comfy.supported_models  # noqa: E402
-import torch  # noqa: E402
-from devicebridge.checkpoints.checkpoint import CheckpointInfo  # noqa: E402
-from devicebridge.config.job import ModelConfig, make_job  # noqa: E402
-from devicebridge.jobs.job import plan_job  # noqa: E402
-from devicebridge.nodes.host.native.model import native_training  # noqa: E402
-from devicebridge.nodes.load import recognised  # noqa: E402
-from devicebridge.nodes.simple import SETTINGS, kind_of  # noqa: E402
-from devicebridge.planning.cards import parse_cards  # noqa: E402
-from devicebridge.planning.dry_run import NoForecast  # noqa: E402
-from devicebridge.planning.plan import describe_verdict, step_seconds  # noqa: E402
-from devicebridge.tests.comfy.full_sizes import _FILES, _write_sparse  # noqa: E402
-
-FAMILIES = {"FLUX.2": "FLUX.2", "Z-Image": "Z-Image", "Qwen-Image": "Qwen-Image", "Wan": "Wan 2.1, 2.2 14B"}
+# By the names of full_sizes.py, and their kinds.
+FAMILIES = {
+    "FLUX.2": ("FLUX.2", "large image"), "Z-Image": ("Z-Image", "image"), "Qwen-Image": ("Qwen-Image", "large image"),
+    "Wan": ("Wan 2.1, 2.2 14B", "video"), "SDXL": ("SDXL", "UNet"),
+}  # fmt: skip
 CARDS = ("2x3090", "2x4090")
-FAMILIES |= {"SDXL": "SDXL"}  # by the names of full_sizes.py
 NAMED = {"text_source": f"comfyui 0.33.0 CLIP {'a' * 64}", "latent_source": f"comfyui 0.33.0 VAE {'a' * 64}"}
 
 
@@ -47,7 +36,7 @@ def recognised_as(name: str) -> tuple[ModelConfig, CheckpointInfo]:
     config_class, unet_config, *_ = _FILES[name]
     config = getattr(comfy.supported_models, config_class)(dict(unet_config))
     model = config.get_model({}, "", device=torch.device("meta")).diffusion_model
-    path = Path(FOLDER) / f"{config_class}.safetensors"
+    path = FOLDER / f"{config_class}.safetensors"
     _write_sparse(path, {name: tuple(each.shape) for name, each in model.state_dict().items()}, ())
     return recognised(path, {})
 
@@ -68,24 +57,27 @@ def plans(config: ModelConfig, info: CheckpointInfo, settings: Any, cards: Any =
         yield plan_job(job, parse_cards(each), info=info, has_data=False)
 
 
-def judge(family: str, name: str) -> dict[str, Any]:
-    config, info = recognised_as(name)
-    kind = kind_of(info)
-    found: dict[str, Any] = {
-        "family": family, "kind": kind, "is_native": bool(config.family), "verdicts": [], "hours": {},
-    }  # fmt: skip
-    found["weights_gb"] = 2e-9 * sum(math.prod(each.shape) for each in info.tensors.values())
-    quick, normal, thorough = SETTINGS[kind]
-    try:
-        found["verdicts"] = [describe_verdict(next(plans(config, info, each)))[0] for each in (quick, normal, thorough)]
-        _, *others = plans(config, info, normal)
-    except NoForecast:
-        found["hours"] = {cards: _hours_said(config, info, normal, cards) for cards in CARDS}
-        return found
-    found["hours"] = {
-        cards: normal.steps * step_seconds(plan)[0] / 3600 for cards, plan in zip(CARDS, others, strict=True)
-    }
-    return found
+@long_case
+def settings_fit_two_cards_of_24_gb_and_templates_say_their_hours() -> None:
+    """A UNet has no forecast of memory."""
+    for family, (name, kind) in FAMILIES.items():
+        config, info = recognised_as(name)
+        assert kind_of(info) == kind
+        quick, normal, thorough = SETTINGS[kind]
+        notes = read_workflow(ROOT / "example_workflows" / f"simple_training_{family}.json")["nodes"]
+        (text,) = (node["widgets_values"][0] for node in notes if node["type"] == "MarkdownNote")
+        if kind == "UNet":
+            size_gb = 2e-9 * sum(math.prod(each.shape) for each in info.tensors.values())
+            assert size_gb < 0.9 * 24 and f"{size_gb:.1f} GB" in text
+            hours = [_hours_said(config, info, normal, cards) for cards in CARDS]
+        else:
+            for each in (quick, normal, thorough):
+                assert describe_verdict(next(plans(config, info, each)))[0].startswith("fits"), family
+            _, *others = plans(config, info, normal)
+            hours = [normal.steps * step_seconds(plan)[0] / 3600 for plan in others]
+        for cards, each in zip(CARDS, hours, strict=True):
+            said = f"{each:.1f}" if each < 10 else f"{each:.0f}"
+            assert f"{said} h on two {cards.removeprefix('2x')}" in text, family
 
 
 def _hours_said(config: ModelConfig, info: CheckpointInfo, settings: Any, cards: str) -> float:
@@ -98,7 +90,5 @@ def _hours_said(config: ModelConfig, info: CheckpointInfo, settings: Any, cards:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     with native_training():
-        for family, name in FAMILIES.items():
-            print(json.dumps(judge(family, name)), flush=True)
+        run_cases()

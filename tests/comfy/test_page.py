@@ -10,7 +10,7 @@ from devicebridge.tests.comfy.browser import READY, keep_picture, open_page, ope
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset
-from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from devicebridge.tests.workflows import read_workflow, set_values, training_values
 from safetensors.torch import save_file
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("short_texts_there")]
@@ -56,21 +56,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _workflow(pipeline: Path, dataset: Path, name: str, steps: int = STEPS) -> dict[str, Any]:
-    values = {
-        **from_folder(pipeline),
-        "TrainingDataset.folder": str(dataset),
-        "TrainingDataset.resolutions": "32",
-        "CacheCaptionsAndLatents.dtype": "float32",
-        "TrainLora.rank": 2,
-        "TrainLora.alpha": 2.0,
-        "TrainLora.learning_rate": 0.01,
-        "TrainLora.steps": steps,
-        "TrainLora.accumulation": 1,
-        "TrainLora.sample_prompts": "a red house",
-        "TrainLora.sample_every": SAMPLE_EVERY,
-        "TrainLora.name": name,
-    }
-    return set_values(read_workflow(EXAMPLE), {f"DeviceBridge{key}": value for key, value in values.items()})
+    train = {"sample_prompts": "a red house", "sample_every": SAMPLE_EVERY, "name": name, "steps": steps}
+    return set_values(read_workflow(EXAMPLE), training_values(pipeline, dataset, **train))
 
 
 def _fact(page: Any, name: str) -> str:

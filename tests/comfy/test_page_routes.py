@@ -14,7 +14,7 @@ from devicebridge.runs.record import read_record
 from devicebridge.tests.comfy.server import Messages, Server, start_server
 from devicebridge.tests.hostile_requests import hostile_requests
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from devicebridge.tests.workflows import read_workflow, set_values, training_values
 from PIL import Image
 
 pytestmark = pytest.mark.comfy
@@ -108,18 +108,8 @@ def test_a_training_in_the_background_survives_comfyui_and_its_own_kill_is_seen(
     base, steps = tmp_path / "comfy", 1500
     pipeline = save_tiny_pipeline(tmp_path / "model", "flux2")
     dataset = save_tiny_dataset(tmp_path / "data")
-    values = {
-        **from_folder(pipeline),
-        "TrainingDataset.folder": str(dataset),
-        "TrainingDataset.resolutions": "32",
-        "CacheCaptionsAndLatents.dtype": "float32",
-        "TrainLora.rank": 2,
-        "TrainLora.steps": steps,
-        "TrainLora.save_every": 20,
-        "TrainLora.name": "background",
-        "TrainLora.background": True,
-    }
-    graph = set_values(read_workflow(EXAMPLE_API), {f"DeviceBridge{key}": value for key, value in values.items()})
+    train = {"steps": steps, "save_every": 20, "name": "background", "background": True, "accumulation": 4}
+    graph = set_values(read_workflow(EXAMPLE_API), training_values(pipeline, dataset, **train))
     folder = base / "output" / "devicebridge" / "background"
     left = folder.parent / ".jobs" / "0.json"  # of a queue as earlier versions kept it
     left.parent.mkdir(parents=True)

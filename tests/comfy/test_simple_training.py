@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ROOT, Server
-from devicebridge.tests.comfy.workers import run_worker
+from devicebridge.tests.comfy.server import Server
+from devicebridge.tests.comfy.workers import case_tests
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.comfy
@@ -23,23 +22,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long
-def test_the_settings_fit_two_cards_of_24_gb_and_the_templates_say_their_hours(comfyui: Path, tmp_path: Path) -> None:
-    """Forecasts of `devicebridge plan`, for files of full size without weights."""
-    found = {each["family"]: each for each in run_worker("simple_plans_worker.py", comfyui, tmp_path, timeout=900)}
-    kinds = {"FLUX.2": "large image", "Z-Image": "image", "Qwen-Image": "large image", "Wan": "video", "SDXL": "UNet"}
-    assert {family: each["kind"] for family, each in found.items()} == kinds
-    for family, each in found.items():
-        notes = read_workflow(ROOT / "example_workflows" / f"simple_training_{family}.json")["nodes"]
-        (text,) = (node["widgets_values"][0] for node in notes if node["type"] == "MarkdownNote")
-        if family == "SDXL":  # it has no forecast of memory
-            assert each["verdicts"] == [] and each["weights_gb"] < 0.9 * 24 and f"{each['weights_gb']:.1f} GB" in text
-        else:
-            assert len(each["verdicts"]) == 3 and all(says.startswith("fits") for says in each["verdicts"]), family
-        assert len(each["hours"]) == 2, family
-        for cards, hours in each["hours"].items():
-            said = f"{hours:.1f}" if hours < 10 else f"{hours:.0f}"
-            assert f"{said} h on two {cards.removeprefix('2x')}" in text, family
+test_case = case_tests("simple_plans_worker.py", timeout=900)
 
 
 @pytest.fixture(scope="module")

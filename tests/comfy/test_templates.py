@@ -1,8 +1,6 @@
 """Every shipped template runs in a real ComfyUI: its graph as shipped, with tiny files in place of the real ones."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +8,15 @@ import pytest
 import torch
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset
-from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from devicebridge.tests.workflows import read_workflow, set_values, training_values
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfy
 
 FLUX, WAN = "tiny_flux2.safetensors", "tiny_wan.safetensors"
-_MAKE = """
-import runpy, sys
-runpy.run_path(sys.argv[1])["load_pack"]()
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from comfy.cli_args import args
-args.cpu = True
-import torch
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint
-save_checkpoint(FAMILIES["wan"], Path(sys.argv[3]), torch.float32)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +36,8 @@ def files(server: Server, comfyui: Path, pipeline: Path) -> None:
     models = server.base / "models" / "diffusion_models"
     models.mkdir(parents=True, exist_ok=True)
     save_file(original_weights(pipeline / "transformer"), models / FLUX)
-    arguments = [str(ROOT / "bootstrap.py"), str(comfyui), str(models / WAN)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    python = comfy_python(comfyui)
-    subprocess.run([str(python), "-c", _MAKE, *arguments], env=environment, timeout=120, check=True)
+    done = run_script("native_job_worker.py", comfyui, server.base, "save", "wan", models / WAN)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def _graph(name: str) -> dict[str, Any]:
@@ -104,14 +89,7 @@ def over_two_cards(graph: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quick_training(graph: dict[str, Any], pipeline: Path, **train: Any) -> dict[str, Any]:
-    settings = {
-        **from_folder(pipeline),
-        "TrainingDataset.resolutions": "32",
-        "CacheCaptionsAndLatents.dtype": "float32",
-    }
-    small = {"rank": 2, "alpha": 2.0, "accumulation": 1, "sample_steps": 2, **train}
-    settings |= {f"TrainLora.{name}": value for name, value in small.items()}
-    return set_values(graph, {f"DeviceBridge{name}": value for name, value in settings.items()})
+    return set_values(graph, training_values(pipeline, "my_images", sample_steps=2, **train))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_si
 from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import allow_folders
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values, training_values
 from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("servers_environment")]
@@ -61,19 +61,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
-    values = {
-        **from_folder(pipeline),
-        "TrainingDataset.folder": str(dataset),
-        "TrainingDataset.resolutions": "32",
-        "CacheCaptionsAndLatents.dtype": "float32",
-        "Quantize.quantize": "none",
-        "TrainLora.accumulation": 1,
-        "TrainLora.rank": 2,
-        "TrainLora.alpha": 2.0,
-        "TrainLora.learning_rate": 0.01,
-        **{f"TrainLora.{name}": value for name, value in train.items()},
-    }
-    return {f"DeviceBridge{name}": value for name, value in values.items()}
+    return training_values(pipeline, dataset, **train) | {"DeviceBridgeQuantize.quantize": "none"}
 
 
 @pytest.fixture
