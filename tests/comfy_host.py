@@ -67,35 +67,3 @@ def _from_comfy_cli() -> Path | None:
             path = json.loads(line).get("data", {}).get("workspace_path")
             return Path(path) if path else None
     return None
-
-
-def skipped_here() -> list[tuple[str, str]]:
-    """Which tests this machine skips for what it lacks, and the command that brings it."""
-    folder = find_comfyui()
-    install = "pip install comfy-cli && comfy --skip-prompt --workspace ~/comfy/ComfyUI install"
-    found = []
-    if folder is None:
-        found.append(("all tests in a ComfyUI, most of tests/comfy: there is none", install))
-    elif comfy_python(folder) is None:
-        venv = folder / ".venv"
-        commands = f"python3 -m venv {venv} && {venv}/bin/pip install -r {folder}/requirements.txt"
-        found.append((f"all tests in a ComfyUI, most of tests/comfy: no Python can run {folder}", commands))
-    if folder is None or find_gguf_pack(folder) is None:
-        found.append(("tests of GGUF files: ComfyUI-GGUF is not there", "comfy node install ComfyUI-GGUF"))
-    if shutil.which("comfy") is None:
-        found.append(("tests of the registry's rules: comfy-cli is not there", "pip install comfy-cli"))
-    if not (os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")):
-        found.append(("tests of the page: there is no Chromium", "sudo apt-get install chromium"))
-    if not os.environ.get("LONG_TESTS"):
-        found.append(("tests that take long", "LONG_TESTS=1 bash scripts/test.sh"))
-    return found
-
-
-def tell_skipped() -> None:
-    """For test.sh, before anything long begins."""
-    import torch
-
-    for what, command in skipped_here():
-        print(f"will skip {what}. To have them: {command}", flush=True)
-    if torch.cuda.device_count() < 2:
-        print(f"will skip tests/gpu: {torch.cuda.device_count()} of two GPUs are there", flush=True)

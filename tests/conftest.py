@@ -178,12 +178,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section("not tested here")
-    for reason, count in _skipped(terminalreporter).most_common():
-        terminalreporter.write_line(f"{count} skipped: {reason}")
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
     """The last line of all says what was skipped and what would run it, so that a green run cannot hide it."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
