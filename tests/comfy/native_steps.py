@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -251,6 +250,10 @@ def put_lora(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> None:
     trainer.runner.sync()
 
 
+def without_lora(trainer: Trainer) -> None:
+    put_lora(trainer, {name: torch.zeros_like(each) for name, each in trainer.lora.tensors().items()})
+
+
 def gradients(trainer: Trainer) -> Grads:
     return {n: on_cpu(p.grad).cpu().clone() for n, p in trainer.lora.parameters().items() if p.grad is not None}
 
@@ -344,18 +347,22 @@ def loss_is_cores(bench: Bench) -> Figures:
         core = _core_step(bench, backward=False)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         return {"core": one_line(error), **_loss_is_samplings(bench)}
-    with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
-        put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
-        loss, _, made = bench.prediction(trainer, 0, _PERCENT, core.noise, guidance=None)
+    loss, made = _loss_at_first(bench, core.noise)
     assert torch.allclose(made.sigmas, core.sigma, rtol=1e-6), f"sigma {made.sigmas} in the place of {core.sigma}"
     expected = float(loss) * _factor(bench.info.family.prediction_target, float(core.sigma[0]))
     return {"difference": expect(abs(core.loss / expected - 1), 1e-5, "the difference from Train LoRA's loss")}
 
 
-def _loss_is_samplings(bench: Bench) -> Figures:
+def _loss_at_first(bench: Bench, noise: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+    """Of a LoRA that changes nothing; and what the network was given."""
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
-        put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
-        loss, _, made = bench.prediction(trainer, 0, _PERCENT, guidance=None)
+        without_lora(trainer)
+        loss, _, made = bench.prediction(trainer, 0, _PERCENT, noise, guidance=None)
+    return loss, made
+
+
+def _loss_is_samplings(bench: Bench) -> Figures:
+    loss, made = _loss_at_first(bench)
     said = _said(bench, bench.stock(), made)
     errors = (said.view(made.target.shape) - made.target).square().flatten()
     sizes = [math.prod(sides) for sides in (bench.family.latent, bench.family.sound) if sides]
@@ -367,15 +374,16 @@ def _loss_is_masked_samplings(bench: Bench) -> Figures:
     """A step of a KSampler with this noise mask says what the model is given, and what it says: the loss is the mean
     square of that less (noise - data), weighed by the mask. All types are flow."""
     noise = torch.randn(1, *bench.family.latent, generator=torch.Generator().manual_seed(5))
-    with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
-        put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
-        loss, _, made = bench.prediction(trainer, 0, _PERCENT, noise, guidance=None)
-    seen, said, data = _sampled_once(bench, noise, made.sigmas)
-    mask = _prepared_mask(bench.family.noise_mask, seen)
+    loss, made = _loss_at_first(bench, noise)
+    seen = _sampled_once(bench, noise, made.sigmas)
+    x, sampling = seen["x"], bench.stock().model.model_sampling
+    mask = _prepared_mask(bench.family.noise_mask, x)
     assert mask is not None
+    at = [sampling.calculate_denoised(made.sigmas[:1], torch.full_like(x, value), x) for value in (0.0, 1.0)]
+    said = (seen["denoised"] - at[0]) / (at[1] - at[0])
     weight, is_there = mask.clamp(0, 1), mask >= 0
-    expected = float((weight * (said - (noise - data)).square()).sum() / weight.sum())
-    apart = (made.noisy - seen)[is_there].abs().max()
+    expected = float((weight * (said - (noise - seen["data"])).square()).sum() / weight.sum())
+    apart = (made.noisy - x)[is_there].abs().max()
     return {
         "input": expect(float(apart), 1e-5, "the difference of what the model is given"),
         "difference": expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss"),
@@ -388,14 +396,12 @@ def _loss_is_two_velocities(bench: Bench) -> Figures:
     video, sound = bench.samples[0].unbind()
     size = video.numel()
     noise = torch.randn(1, size + sound.numel(), generator=torch.Generator().manual_seed(6))
-    with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
-        put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
-        loss, _, made = bench.prediction(trainer, 0, _PERCENT, noise, guidance=None)
+    loss, made = _loss_at_first(bench, noise)
     noises = noise[0, :size].view(video.shape), noise[0, size:].view(sound.shape)
     level = float(made.sigmas[0])
     base = level / (12 - 11 * level)
     of_sound = 3 * base / (1 + 2 * base)
-    _, denoised = _denoised_once(bench, NestedTensor(noises), made.sigmas)
+    denoised = _sampled_once(bench, NestedTensor(noises), made.sigmas)["denoised"]
     found = denoised[0, 0, :size].view(video.shape), denoised[0, 0, size:].view(sound.shape) / 4
     expected = 0.0
     for data, its_noise, its_data, its_level in zip((video, sound), noises, found, (level, of_sound), strict=True):
@@ -404,30 +410,9 @@ def _loss_is_two_velocities(bench: Bench) -> Figures:
     return {"of both streams": expect(abs(float(loss) / expected - 1), 1e-4, "the difference from a sampler's loss")}
 
 
-def _denoised_once(bench: Bench, noise: Any, sigmas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of the stock MODEL's sampler from this noise level: what its model is given, and the data it makes."""
-    seen: list[torch.Tensor] = []
-
-    def watch(apply: Any, given: Any) -> torch.Tensor:
-        seen[:] = given["input"], apply(given["input"], given["timestep"], **given["c"])
-        return seen[1]
-
-    def step(model: Any, x: torch.Tensor, levels: torch.Tensor, extra_args: Any, **more: Any) -> torch.Tensor:
-        return model(x, levels[:1], **extra_args)
-
-    patcher = bench.stock()
-    patcher.set_model_unet_function_wrapper(watch)
-    with small_sizes(bench.family):
-        comfy.samplers.sample(
-            *(patcher, noise, bench.conditions[0], [], 1.0, torch.device("cpu"), comfy.samplers.KSAMPLER(step)),
-            *(torch.tensor([float(sigmas[0]), 0.0]), patcher.model_options), latent_image=bench.samples[0], seed=0,
-        )  # fmt: skip
-    return seen[0], seen[1]
-
-
-def _sampled_once(bench: Bench, noise: torch.Tensor, sigmas: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """One step of the stock MODEL's sampler from this noise level: what its model is given, the velocity it says, and
-    the data that the sampler computes with."""
+def _sampled_once(bench: Bench, noise: Any, sigmas: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One step of the stock MODEL's sampler from this noise level: "x" that its model is given, "denoised" that it
+    makes, and "data" that the sampler computes with."""
     seen: dict[str, torch.Tensor] = {}
 
     def watch(apply: Any, given: Any) -> torch.Tensor:
@@ -443,13 +428,10 @@ def _sampled_once(bench: Bench, noise: torch.Tensor, sigmas: torch.Tensor) -> tu
     with small_sizes(bench.family):
         comfy.samplers.sample(
             *(patcher, noise, bench.conditions[0], [], 1.0, torch.device("cpu"), comfy.samplers.KSAMPLER(step)),
-            *(torch.tensor([float(sigmas[0]), 0.0]), patcher.model_options),
-            latent_image=latent["samples"],
-            denoise_mask=latent["noise_mask"],
-        )
-    rule = functools.partial(patcher.model.model_sampling.calculate_denoised, sigmas[:1], model_input=seen["x"])
-    at = [rule(model_output=torch.full_like(seen["x"], value)) for value in (0.0, 1.0)]
-    return seen["x"], (seen["denoised"] - at[0]) / (at[1] - at[0]), seen["data"]
+            *(torch.tensor([float(sigmas[0]), 0.0]), patcher.model_options), latent_image=latent["samples"],
+            denoise_mask=latent.get("noise_mask"), seed=0,
+        )  # fmt: skip
+    return seen
 
 
 def core_gradients(bench: Bench) -> Figures:
@@ -491,7 +473,7 @@ def stock_loader(bench: Bench) -> Figures:
     with bench.trainer("stock", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, tensors)
         _, ours, made = bench.prediction(trainer, 0, _PERCENT, guidance=None)
-        put_lora(trainer, {name: torch.zeros_like(each) for name, each in tensors.items()})
+        without_lora(trainer)
         _, before, _ = bench.prediction(trainer, 0, _PERCENT, guidance=None)
     patched, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 1.0, 0)
     said = _said(bench, patched, made)
@@ -756,7 +738,7 @@ def five_steps(bench: Bench) -> Figures:
     with bench.trainer("after", _PLAIN) as trainer:
         put_lora(trainer, tensors)
         after = bench.loss_at(trainer)
-        put_lora(trainer, {name: torch.zeros_like(each) for name, each in tensors.items()})
+        without_lora(trainer)
         before = bench.loss_at(trainer)
     assert after < before, f"the loss went from {before:.4f} to {after:.4f}"
     return {"before": round(before, 4), "after": round(after, 4)}

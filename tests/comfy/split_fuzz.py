@@ -30,6 +30,7 @@ from devicebridge.tests.comfy.split_fuzz_nodes import (
     STATEFUL,
     Node,
     Setting,
+    applied,
     weight_wrapper,
 )
 from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_condition_at_a_time
@@ -116,8 +117,8 @@ def _play(host: Host, drawn: random.Random, history: History, ground: Ground, by
         unsplit = host.load(name, load_device=ground.one, file_dtype=dtype)
         divided = host.load(name, file_dtype=dtype, load_device=ground.cards[0])
         for node, salt in before:
-            unsplit = _on_one(ground, lambda: node(unsplit, Setting(host, name, ground.one, salt)))  # noqa: B023
-            divided = node(divided, Setting(host, name, ground.cards[0], salt))
+            unsplit = _on_one(ground, lambda: applied(node, unsplit, Setting(host, name, ground.one, salt)))  # noqa: B023
+            divided = applied(node, divided, Setting(host, name, ground.cards[0], salt))
         divided = _or_refused(lambda: split_model(divided, request))
         pairs = [_Pair(divided, unsplit, _draw_options(drawn, name), tuple(node for node, _ in before))]
         for _ in range(drawn.randint(1, 3)):
@@ -176,8 +177,8 @@ def _draw_options(drawn: random.Random, name: str) -> dict[str, Any]:
 
 
 def _changed(host: Host, name: str, pair: _Pair, node: Node, salt: int, ground: Ground) -> _Pair:
-    unsplit = _on_one(ground, lambda: node(pair.unsplit, Setting(host, name, ground.one, salt)))
-    divided = _or_refused(lambda: node(pair.divided, Setting(host, name, ground.cards[0], salt)))
+    unsplit = _on_one(ground, lambda: applied(node, pair.unsplit, Setting(host, name, ground.one, salt)))
+    divided = _or_refused(lambda: applied(node, pair.divided, Setting(host, name, ground.cards[0], salt)))
     return _Pair(divided, unsplit, pair.options, (*pair.nodes, node))
 
 

@@ -1,4 +1,5 @@
 """What random histories do to a MODEL: one function per kind of node, for the split MODEL and the unsplit one alike.
+It changes the clone that it is given, or returns another one.
 
 A node draws what it does from a generator of its own and makes its tensors and its state anew each time, so two MODELs
 given the same seed are changed in the same way. Tensors lie on the device it is told, the MODEL's own.
@@ -97,17 +98,15 @@ def every_layer(model: Any, setting: Setting) -> Any:
 
 def bypass(model: Any, setting: Setting) -> Any:
     if "fuzz" in model.injections:
-        return model  # both would take off what the other put on
+        return None  # both would take off what the other put on
     weights = dict(lora_weights(setting.name, setting.seed % 1000))
     return comfy.sd.load_bypass_lora_for_models(model, None, weights, 0.8, 0)[0]
 
 
-def weight_wrapper(model: Any, setting: Setting) -> Any:
-    model = model.clone()
+def weight_wrapper(model: Any, setting: Setting) -> None:
     factor = setting.random.uniform(0.5, 1.5)
     for layer in setting.random.sample(setting.layers, k=2):
         model.add_weight_wrapper(f"diffusion_model.{layer}.weight", lambda weight: weight * factor)
-    return model
 
 
 def merge(model: Any, setting: Setting) -> Any:
@@ -119,7 +118,7 @@ def _scaled(output: Any, factor: float) -> Any:
     return tuple(factor * part for part in output) if isinstance(output, tuple) else output * factor
 
 
-def replacement(model: Any, setting: Setting) -> Any:
+def replacement(model: Any, setting: Setting) -> None:
     """Block replacements that scale, skip, write in place or count."""
     chosen = setting.random
     kind = chosen.choice(("scale", "skip", "in place", "count"))
@@ -136,13 +135,11 @@ def replacement(model: Any, setting: Setting) -> Any:
         factor = 1 + 0.01 * next(calls) if kind == "count" else 1.1
         return {**out, "img": out["img"] * factor - 0.1 * before}
 
-    model = model.clone()
     for _ in range(2):
         model.set_model_patch_replace(replaced, "dit", chosen.choice(lists), chosen.randrange(2))
-    return model
 
 
-def between(model: Any, setting: Setting) -> Any:
+def between(model: Any, setting: Setting) -> None:
     kind = setting.random.choice(("img in place", "pop", "keep", "vec in place", "new"))
     kept: list[torch.Tensor] = []
 
@@ -162,13 +159,10 @@ def between(model: Any, setting: Setting) -> Any:
             args["img"] = args["img"] * 1.1
         return args
 
-    model = model.clone()
     model.set_model_double_block_patch(patch)
-    return model
 
 
-def inside(model: Any, setting: Setting) -> Any:
-    model = model.clone()
+def inside(model: Any, setting: Setting) -> None:
     writes = setting.random.random() < 0.5
     if setting.name == "sdxl":
 
@@ -178,7 +172,7 @@ def inside(model: Any, setting: Setting) -> Any:
             return n * 1.1, context, value
 
         model.set_model_attn2_patch(cross)
-        return model
+        return
     bias = setting.noise(1, 1, 1, 128)
 
     def joint(q: Any, k: Any, v: Any, pe: Any, attn_mask: Any, extra_options: Any) -> dict[str, Any]:
@@ -187,21 +181,17 @@ def inside(model: Any, setting: Setting) -> Any:
         return {"k": k * 0.9, "v": v + bias.to(v.dtype)}
 
     model.set_model_attn1_patch(joint)
-    return model
 
 
-def unet_patches(model: Any, setting: Setting) -> Any:
-    model = model.clone()
+def unet_patches(model: Any, setting: Setting) -> None:
     bias = 0.3 * setting.noise(1, 1, 1, 1)
     model.set_model_input_block_patch(lambda h, options: h.add_(bias.to(h.dtype)))
     model.set_model_output_block_patch(lambda h, skip, options: (h * 1.1, skip.mul_(0.9)))
-    return model
 
 
-def attention(model: Any, setting: Setting) -> Any:
+def attention(model: Any, setting: Setting) -> None:
     """Another attention: the host's own, one that counts, one that brings a tensor."""
     kind = setting.random.choice(("basic", "split", "count", "tensor"))
-    model = model.clone()
     calls = itertools.count(1)
     factor = 1 + 0.1 * setting.noise(1).abs()
 
@@ -213,11 +203,9 @@ def attention(model: Any, setting: Setting) -> Any:
 
     functions = {"basic": attention_basic, "split": attention_split, "count": counting, "tensor": with_tensor}
     model.set_model_optimized_attention(functions[kind])
-    return model
 
 
-def function_wrapper(model: Any, setting: Setting) -> Any:
-    model = model.clone()
+def function_wrapper(model: Any, setting: Setting) -> None:
     bias = 0.1 * setting.noise(1)
     calls = itertools.count(1)
 
@@ -225,11 +213,9 @@ def function_wrapper(model: Any, setting: Setting) -> Any:
         return apply_model(args["input"] + bias, args["timestep"], **args["c"]) * (1 + 0.01 * next(calls))
 
     model.set_model_unet_function_wrapper(wrapper)
-    return model
 
 
-def forward_wrapper(model: Any, setting: Setting) -> Any:
-    model = model.clone()
+def forward_wrapper(model: Any, setting: Setting) -> None:
     is_twice = setting.random.random() < 0.6
 
     def wrapper(executor: Any, x: Any, timestep: Any, context: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -240,30 +226,24 @@ def forward_wrapper(model: Any, setting: Setting) -> Any:
         return first + 0.5 * (executor(x, timestep, context, *args, **kwargs) - first)
 
     model.add_wrapper_with_key(_WRAPPERS.DIFFUSION_MODEL, "fuzz", wrapper)
-    return model
 
 
-def apply_wrapper(model: Any, setting: Setting) -> Any:
-    model = model.clone()
+def apply_wrapper(model: Any, setting: Setting) -> None:
     calls = itertools.count(1)
     model.add_wrapper_with_key(
         _WRAPPERS.APPLY_MODEL,
         "fuzz",
         lambda executor, *args, **kwargs: executor(*args, **kwargs) * (1 + 0.01 * next(calls)),
     )
-    return model
 
 
-def sampler_functions(model: Any, setting: Setting) -> Any:
-    model = model.clone()
+def sampler_functions(model: Any, setting: Setting) -> None:
     model.set_model_sampler_cfg_function(lambda args: args["uncond"] + 2.0 * (args["cond"] - args["uncond"]))
     model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * 0.9 + args["input"] * 0.1)
-    return model
 
 
-def object_patch(model: Any, setting: Setting) -> Any:
+def object_patch(model: Any, setting: Setting) -> None:
     """A layer with weights of its own, or a block's forward that counts."""
-    model = model.clone()
     layer = setting.random.choice(setting.layers)
     key = f"diffusion_model.{layer}"
     if setting.random.random() < 0.5:
@@ -275,16 +255,14 @@ def object_patch(model: Any, setting: Setting) -> Any:
         values = setting.noise(old.out_features, old.in_features).to("cpu", weight.dtype)
         new.weight = torch.nn.Parameter(values * old.in_features**-0.5, requires_grad=False)
         model.add_object_patch(key, new)
-        return model
+        return
     forward, calls = model.get_model_object(key).forward, itertools.count(1)
     model.add_object_patch(f"{key}.forward", lambda *a, **kw: _scaled(forward(*a, **kw), 1 + 0.01 * next(calls)))
-    return model
 
 
-def injection(model: Any, setting: Setting) -> Any:
+def injection(model: Any, setting: Setting) -> None:
     if "bypass_lora" in model.injections:
-        return model
-    model = model.clone()
+        return
     layer, calls = setting.random.choice(setting.layers), itertools.count(1)
     found: list[Any] = []
 
@@ -299,22 +277,17 @@ def injection(model: Any, setting: Setting) -> Any:
             patcher.model.diffusion_model.get_submodule(layer).forward = found.pop()
 
     model.set_injections("fuzz", [comfy.patcher_extension.PatcherInjection(inject, eject)])
-    return model
 
 
-def replaced_method(model: Any, setting: Setting) -> Any:
+def replaced_method(model: Any, setting: Setting) -> None:
     """Another forward_orig, which adds a tensor of its own between blocks."""
-    model = model.clone()
     forward = forward_with_identity(setting.noise(1, 1, 128), model)
     model.add_object_patch("diffusion_model.forward_orig", forward)
-    return model
 
 
-def block_cache(model: Any, setting: Setting) -> Any:
+def block_cache(model: Any, setting: Setting) -> None:
     """A function wrapper that puts one module in the place of both lists of blocks."""
-    model = model.clone()
     model.set_model_unet_function_wrapper(exchange_block_lists(model.model.diffusion_model))
-    return model
 
 
 def forward_with_identity(id_embedding: torch.Tensor, model: Any) -> Callable[..., Any]:
@@ -375,8 +348,14 @@ def exchange_block_lists(diffusion_model: Any) -> Callable[..., Any]:
     return wrapper
 
 
-def clone(model: Any, setting: Setting) -> Any:
-    return model.clone()
+def clone(model: Any, setting: Setting) -> None:
+    pass
+
+
+def applied(node: Node, model: Any, setting: Setting) -> Any:
+    """What a node hands on: a clone that it has changed, or what it returns."""
+    changed = model.clone()
+    return node(changed, setting) or changed
 
 
 _ALL = tuple(FAMILIES)
