@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import shutil
 import struct
 import zlib
@@ -276,50 +277,31 @@ def _made(name: str, spoil: Spoil) -> Spoil:
 _PLAN = ("plan", "--model", "flux2-dev")
 _CARDS = ("", "x", "0GB", "-1GB", "1e30GB", "nanGB", "infGB", "24", "24GB@0", "24GB@-1", "24GB@nan", "@", ",", "0x24GB")
 _CARDS += ("99999999x24GB", "24GB,", "24TB@1@1", "2x", "x24GB", "1e-30GB", "24GB@inf", "-3x24GB", "2x24GB@1e400")
+# What a refusal names -> the commands, as a shell takes them.
+_LINES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("usage",): (
+        "nonsense", "train", "train a b", "check job.toml --nonsense", "cache job.toml --only x", "run", "doctor x",
+        "-v", "plan --model flux2-dev --cards 24GB --quantize int3", "cache job.toml --verify --regenerate",
+        "run model/tokenizer/tokenizer.json --timeout x",
+    ),
+    ("cannot be read", "ordinary file"): ("train .", "train ''"),
+    ("--model", "job file"): ("plan", "plan --model ''"), ("nonsense",): ("plan --model nonsense", "cache job.toml --device nonsense"),
+    ("missing.toml",): ("train missing.toml", "plan missing.toml --cards 24GB", "cache job.toml missing.toml"),
+    ("/dev/zero",): ("train /dev/zero",), ("x" * 300,): ("train " + "x" * 300,), ("a",): ("train a\udcffb",),
+    ("/etc/shadow",): ("check /etc/shadow",), ("model_index.json",): ("check model/model_index.json", "run model/model_index.json"),
+    ("diffusion_pytorch_model",): ("check model/vae/diffusion_pytorch_model.safetensors",),
+    ("--only",): ("cache job.toml --prune --only captions",), ("missing.json",): ("run missing.json",),
+    ("job.toml",): ("run job.toml",), ("no workflow",): ("run .",),
+    **{(name,): (f"cache job.toml --device {name}",) for name in ("cuda:99", "cpu:7", "meta")},
+}  # fmt: skip
 _COMMANDS: list[tuple[Sequence[str], tuple[str, ...]]] = [
-    (("nonsense",), ("usage",)),
-    (("train",), ("usage",)),
-    (("train", "a", "b"), ("usage",)),
-    (("train", "missing.toml"), ("missing.toml",)),
-    (("train", "."), ("cannot be read", "ordinary file")),
-    (("train", ""), ("cannot be read", "ordinary file")),
-    (("train", "/dev/zero"), ("/dev/zero",)),
-    (("train", "x" * 300), ("x" * 300,)),
-    (("train", "a\udcffb"), ("a",)),
-    (("check", "/etc/shadow"), ("/etc/shadow",)),
-    (("check", "model/model_index.json"), ("model_index.json",)),
-    (("check", "model/vae/diffusion_pytorch_model.safetensors"), ("diffusion_pytorch_model",)),
-    (("check", "job.toml", "--nonsense"), ("usage",)),
-    (("plan",), ("--model", "job file")),
-    (("plan", "--model", "nonsense"), ("nonsense",)),
-    (("plan", "--model", ""), ("--model", "job file")),
-    (("plan", "missing.toml", "--cards", "24GB"), ("missing.toml",)),
+    *((shlex.split(line), names) for names, lines in _LINES.items() for line in lines),
     *(((*_PLAN, "--cards", cards), ("cards", "GB", "GPU", "card")) for cards in _CARDS),
     *(
-        ((*_PLAN, "--cards", "24GB", "--resolution", number), ("resolution", "usage"))
-        for number in ("0", "-1", "10000000000", "x", "1.5", "nan")
+        ((*_PLAN, "--cards", "24GB", f"--{what}", number), (what, "usage"))
+        for what, numbers in (("resolution", "0 -1 10000000000 x 1.5 nan"), ("frames", "0 -1 10000000000 x 2"))
+        for number in numbers.split()
     ),
-    *(
-        ((*_PLAN, "--cards", "24GB", "--frames", number), ("frames", "usage"))
-        for number in ("0", "-1", "10000000000", "x", "2")
-    ),
-    ((*_PLAN, "--cards", "24GB", "--quantize", "int3"), ("usage",)),
-    (("cache", "job.toml", "--only", "x"), ("usage",)),
-    (("cache", "job.toml", "--device", "cuda:99"), ("cuda:99",)),
-    (("cache", "job.toml", "--device", "cpu:7"), ("cpu:7",)),
-    (("cache", "job.toml", "--device", "nonsense"), ("nonsense",)),
-    (("cache", "job.toml", "--device", "meta"), ("meta",)),
-    (("cache", "job.toml", "--prune", "--only", "captions"), ("--only",)),
-    (("cache", "job.toml", "--verify", "--regenerate"), ("usage",)),
-    (("cache", "job.toml", "missing.toml"), ("missing.toml",)),
-    (("run",), ("usage",)),
-    (("run", "missing.json"), ("missing.json",)),
-    (("run", "job.toml"), ("job.toml",)),
-    (("run", "."), ("no workflow",)),
-    (("run", "model/model_index.json"), ("model_index.json",)),
-    (("run", "model/tokenizer/tokenizer.json", "--timeout", "x"), ("usage",)),
-    (("doctor", "x"), ("usage",)),
-    (("-v",), ("usage",)),
 ]
 
 
