@@ -29,7 +29,7 @@ from devicebridge.families.comfy.registry import find_native
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_cases_forward import Change, _changed
+from devicebridge.tests.comfy.split_cases_forward import Change, _changed, _noise
 from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
@@ -52,8 +52,12 @@ def _compare(case, claim, name, change, *, settings=(_FIRST, {"transport": "rela
         host.unload_all()
 
 
-def _noise(*shape: int, device: torch.device = CPU, seed: int = 3) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
+def _bypass(model: Any, key: str) -> None:
+    """A LoRA of one layer that ComfyUI computes beside it."""
+    manager, weights = comfy.weight_adapter.bypass.BypassInjectionManager(), lora_weights("flux1", 1)
+    up, down = weights[f"{key}.lora_B.weight"], weights[f"{key}.lora_A.weight"]
+    manager.add_adapter(f"{key}.weight", comfy.weight_adapter.LoRAAdapter(set(), (up, down, *[None] * 4)), strength=1.0)
+    model.set_injections("bypass_lora", manager.create_injections(model.model))
 
 
 def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,25 +144,15 @@ def what_keeps_no_state_leaves_overlap_on(case: Case) -> None:
     """ComfyUI's own choice of an attention, its sampling nodes and its bypass LoRA."""
     host = case.host
 
-    def attention(model: Any) -> Any:
-        model = model.clone()
-        model.set_model_optimized_attention(attention_basic)
-        return model
-
-    def bypass(model: Any) -> Any:
-        model = model.clone()
-        manager = comfy.weight_adapter.bypass.BypassInjectionManager()
-        weights = dict(lora_weights("flux1", 1))
-        key = "diffusion_model.single_blocks.3.linear1"
-        up, down = weights[f"{key}.lora_B.weight"], weights[f"{key}.lora_A.weight"]
-        adapter = comfy.weight_adapter.LoRAAdapter(set(), (up, down, None, None, None, None))
-        manager.add_adapter(f"{key}.weight", adapter, strength=1.0)
-        model.set_injections("bypass_lora", manager.create_injections(model.model))
-        return model
-
-    for claim, change in (("attention", attention), ("bypass", bypass)):
+    changes: dict[str, Callable[[Any], None]] = {
+        "attention": lambda model: model.set_model_optimized_attention(attention_basic),
+        "bypass": lambda model: _bypass(model, "diffusion_model.single_blocks.3.linear1"),
+    }
+    for claim, change in changes.items():
+        model = split(host.load("flux1")).clone()
+        change(model)
         with case.logged("devicebridge", logging.INFO) as messages:
-            host.sample(change(split(host.load("flux1"))), "flux1", cfg=4.0)
+            host.sample(model, "flux1", cfg=4.0)
         case.check(claim, not any("overlap is off" in line for line in messages), messages)
         host.unload_all()
 
@@ -355,13 +349,7 @@ def an_injection_over_an_object_patch(case: Case) -> None:
         _count_in_an_injection(model, device)
         forward = model.get_model_object(key).forward
         model.add_object_patch(f"{key}.forward", lambda *args, **kwargs: forward(*args, **kwargs) * 1.1)
-        over = comfy.weight_adapter.bypass.BypassInjectionManager()
-        weights = dict(lora_weights("flux1", 1))
-        up, down = weights[f"{key}.lora_B.weight"], weights[f"{key}.lora_A.weight"]
-        over.add_adapter(
-            f"{key}.weight", comfy.weight_adapter.LoRAAdapter(set(), (up, down, *[None] * 4)), strength=1.0
-        )
-        model.set_injections("bypass_lora", over.create_injections(model.model))
+        _bypass(model, key)
 
     with mock.patch.object(comfy.model_management, "get_torch_device", lambda: CPU):
         changed_unsplit = _changed(host.load("flux1", load_device=CPU), change, CPU)

@@ -49,7 +49,7 @@ def _changed(model: Any, change: Change, device: torch.device) -> Any:
     return model
 
 
-def _noise(*shape: int, device: torch.device, seed: int = 3) -> torch.Tensor:
+def _noise(*shape: int, device: torch.device = CPU, seed: int = 3) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
 
 

@@ -12,11 +12,12 @@ ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import io
 import json
 import logging
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -25,7 +26,6 @@ from types import ModuleType
 from typing import Any, TextIO
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 WATCHED = (
     "controlnet", "hooks", "ldm.modules.attention", "lora", "model_base", "model_management", "model_patcher",
     "model_prefetch", "ops", "patcher_extension", "sample", "sampler_helpers", "samplers", "sd", "utils",
@@ -44,7 +44,7 @@ def main() -> None:
     import torch
 
     before = core_digest()
-    _load_pack()
+    runpy.run_path(str(HERE.parents[1] / "bootstrap.py"))["load_pack"]()
     for path in sorted(HERE.glob("split_cases_*.py")):  # they register themselves
         importlib.import_module(f"devicebridge.tests.comfy.{path.stem}")
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
@@ -67,13 +67,11 @@ def main() -> None:
         name = json.loads(line)["case"]
         if name == "names":
             _answer(answers, {"names": sorted(CASES)})
-        elif name.startswith("history "):
+        elif name.startswith(("history ", "tokens ")):
+            kind, seed = name.split()
             with emulated_machine() if is_emulated else real_gpus() as machine, torch.inference_mode():
-                history = run_history(Host(machine, folder), int(name.split()[1]), ground(is_emulated))
-            _answer(answers, {"verdict": history.verdict, "steps": history.steps})
-        elif name.startswith("tokens "):
-            with emulated_machine() as machine, torch.inference_mode():
-                history = run_history(Host(machine, folder), int(name.split()[1]), by_tokens=True)
+                host = Host(machine, folder)
+                history = run_history(host, int(seed), ground(is_emulated), by_tokens=kind == "tokens")
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name.startswith("prompts "):
             _, number, seed = name.split()
@@ -98,14 +96,6 @@ def _import_comfyui(checkout: Path, is_emulated: bool) -> None:
     import comfy.sample  # brings the rest
 
     logging.getLogger().setLevel(logging.INFO)
-
-
-def _load_pack() -> None:
-    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "bootstrap.py")
-    assert spec is not None and spec.loader is not None
-    bootstrap = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bootstrap)
-    bootstrap.load_pack()
 
 
 def core_digest() -> Digest:

@@ -107,13 +107,6 @@ def test_no_function_of_comfyui_was_replaced(worker: Worker) -> None:
     _check(worker.ask("core"))
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 16))])
-def test_random_history(worker: Worker, seed: int) -> None:
-    """Some of what scripts/fuzz_split.py plays by the thousand."""
-    history = worker.ask(f"history {seed}")
-    assert not history["verdict"].startswith("different"), "\n".join([history["verdict"], *history["steps"]])
-
-
 # Each guard of split_guards.py, and a case that does not hold without it.
 BROKEN = {
     "copies are forgotten behind other people's code": "writers_before_blocks",
@@ -138,8 +131,14 @@ def test_a_case_does_not_hold_without_its_guard(worker: Worker, guard: str, case
     assert not all(holds for _, holds, _ in answer.get("claims", [["an error", False, ""]]))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
-def test_random_tokens(worker: Worker, seed: int) -> None:
-    """Some of what scripts/fuzz_split.py --tokens plays by the thousand."""
-    history = worker.ask(f"tokens {seed}")
+_ALWAYS = ("history 0", "history 1", "tokens 0")
+_HISTORIES = (*(f"history {seed}" for seed in range(16)), *(f"tokens {seed}" for seed in range(30)))
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(each, marks=[pytest.mark.long] * (each not in _ALWAYS)) for each in _HISTORIES]
+)
+def test_random_history(worker: Worker, seed: str) -> None:
+    """Some of what scripts/fuzz_split.py plays by the thousand, the latter with --tokens."""
+    history = worker.ask(seed)
     assert not history["verdict"].startswith("different"), "\n".join([history["verdict"], *history["steps"]])
