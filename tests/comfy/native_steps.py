@@ -121,21 +121,30 @@ class Bench:
         )
 
     @contextlib.contextmanager
-    def trainer(self, name: str, sections: Mapping[str, Any], ranks: Ranks = ALONE) -> Iterator[Trainer]:
-        job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), cards_of(job), ExitStack() as cleanup:
+    def ready(self, job: JobConfig) -> Iterator[JobConfig]:
+        """Inside, the job can be run."""
+        with small_sizes(self.family), native_training(), cards_of(job):
+            yield job
+
+    @contextlib.contextmanager
+    def trainer(
+        self, name: str, sections: Mapping[str, Any], ranks: Ranks = ALONE, *, is_drawn: bool = True
+    ) -> Iterator[Trainer]:
+        """Of a LoRA that changes something, unless is_drawn is false."""
+        with self.ready(self.job(name, sections)) as job, ExitStack() as cleanup:
             plan = check_job(job, info=self.info, ranks=ranks)
             if self.dtype == "float64":
                 plan = cleanup.enter_context(_in_float64(plan))
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup, ranks)
-            put_lora(trainer, {name: _drawn(name, t.shape).to(t.dtype) for name, t in trainer.lora.tensors().items()})
+            if is_drawn:
+                drawn = {name: _drawn(name, t.shape).to(t.dtype) for name, t in trainer.lora.tensors().items()}
+                put_lora(trainer, drawn)
             with own_random_states(trainer.devices, 3):
                 yield trainer
 
     def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
-        job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), cards_of(job):
+        with self.ready(self.job(name, sections)) as job:
             return run_job(job, info=self.info, **more)
 
     def stock(self) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import comfy.lora
 import comfy.quant_ops
@@ -21,7 +20,6 @@ from devicebridge.planning.dry_run import Kernels, Work
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.quantization.stored import PACKINGS, restore
-from devicebridge.tests.comfy import native_steps
 from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import (
@@ -31,8 +29,8 @@ from devicebridge.tests.comfy.native_steps import (
     difference,
     expect,
     prove,
-    put_lora,
     said_by_sampling,
+    without_lora,
 )
 from devicebridge.tests.comfy.quantized_layers import FORMATS
 from devicebridge.tests.comfy.tiny_checkpoints import make_weights, small_sizes
@@ -211,7 +209,7 @@ def stock_forward(bench: StoredBench) -> Figures:
     if bench.is_gguf:
         return {}
     with bench.trainer("forward", {"train": {"gradient_checkpointing": False}}) as trainer, torch.no_grad():
-        put_lora(trainer, {name: torch.zeros_like(each) for name, each in trainer.lora.tensors().items()})
+        without_lora(trainer)
         _, ours, made = bench.prediction(trainer, 0, 0.4, guidance=None)
     family = bench.family
     sampled = said_by_sampling.__wrapped__  # ComfyUI's quantized tensors want no inference mode
@@ -264,13 +262,10 @@ def _started(bench: StoredBench, name: str, prefix: str, down: str, up: str, has
     assert len(lora) > 20, f"{len(lora)} tensors"
     save_file(lora, path := bench.folder / f"{name.split()[0]}.safetensors")
     sections = {"lora": {"rank": 16, "alpha": 16.0, "targets": ["*"], "start_from": str(path)}}
-    with (
-        mock.patch.object(native_steps, "put_lora"),
-        bench.trainer(f"start {name}", {**sections, "train": {"gradient_checkpointing": False}}) as trainer,
-        torch.no_grad(),
-    ):
+    plain = {**sections, "train": {"gradient_checkpointing": False}}
+    with bench.trainer(f"start {name}", plain, is_drawn=False) as trainer, torch.no_grad():
         _, ours, made = bench.prediction(trainer, 0, 0.4, guidance=None)
-        put_lora(trainer, {n: torch.zeros_like(each) for n, each in trainer.lora.tensors().items()})
+        without_lora(trainer)
         _, before, _ = bench.prediction(trainer, 0, 0.4, guidance=None)
     patched, _ = comfy.sd.load_lora_for_models(patcher, None, dict(lora), 1.0, 0)
     said = said_by_sampling(patched, made, bench.conditions[0], bench.family.latent)

@@ -6,7 +6,6 @@ differences of losses.
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +20,6 @@ import torch
 from devicebridge.cli.native import encoded
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.encoding.store import CacheStore
-from devicebridge.events import EventLog
-from devicebridge.jobs.build import build_trainer
-from devicebridge.jobs.encode_job import cache_job
-from devicebridge.jobs.job import check_job, run_job
 from devicebridge.nodes.captions import CacheCaptionsAndLatents
 from devicebridge.nodes.host.native import files
 from devicebridge.nodes.host.native.model import native_training
@@ -32,11 +27,10 @@ from devicebridge.nodes.host.native.source import read_native
 from devicebridge.nodes.host.native.text import encoded as states_of
 from devicebridge.nodes.train import TrainLora
 from devicebridge.nodes.types import TrainingDataset, TrainingModel
-from devicebridge.parallel.devices import own_random_states
 from devicebridge.tests.comfy import native_steps
 from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
-from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, put_lora, slopes_of
+from devicebridge.tests.comfy.native_steps import CARDS, difference, put_lora, slopes_of, without_lora
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, save_checkpoint, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, made_of
@@ -66,12 +60,12 @@ _RUN = {
 }  # fmt: skip
 
 
-class Bench:
+class Bench(native_steps.Bench):
     """One tiny model with its CLIP, and two pictures with captions."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.family, self.kind, self.width = BUILDS[name]
-        self.folder, self.dtype = folder, torch.float32
+        self.folder, self.dtype, self.clip_dtype = folder, "float32", torch.float32
         (folder / "images").mkdir(parents=True)
         for index, caption in enumerate(CAPTIONS):
             pixels = torch.randint(0, 256, (64, 64, 3), generator=torch.Generator().manual_seed(index))
@@ -86,7 +80,7 @@ class Bench:
 
     def clip(self) -> Any:
         made = make_clip(self.kind, width=self.width)
-        made.cond_stage_model.to(self.dtype)
+        made.cond_stage_model.to(self.clip_dtype)
         return made
 
     def job(self, name: str, sections: Mapping[str, Any]) -> JobConfig:
@@ -127,31 +121,6 @@ class Bench:
             with native_training(), native_steps.cards_of(job):
                 yield named
 
-    @contextlib.contextmanager
-    def trainer(self, name: str, sections: Mapping[str, Any], scale: float | None = 0.1) -> Iterator[Trainer]:
-        with self.ready(self.job(name, sections)) as job, ExitStack() as cleanup:
-            plan = check_job(job, info=self.info)
-            events = cleanup.enter_context(EventLog(Path(job.output.folder)))
-            trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
-            if scale is not None:
-                drawn = {name: scale * _drawn(name, t.shape) for name, t in trainer.lora.tensors().items()}
-                put_lora(trainer, drawn)
-            with own_random_states(trainer.devices, 3):
-                yield trainer
-
-    def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
-        with self.ready(self.job(name, sections)) as job:
-            return run_job(job, info=self.info, **more)
-
-    def first_step(self, name: str, sections: Mapping[str, Any], scale: float = 0.1) -> Any:
-        with self.trainer(name, sections, scale) as trainer:
-            return float(native_steps.on_cpu(trainer.accumulate(1)[0])), gradients(trainer)
-
-
-def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
-    seed = sum(name.encode()) * 1009 + len(name)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
 
 def other_clip(bench: Bench) -> None:
     other, store = "sdxl" if bench.kind == "sd15" else "sd15", bench.folder / "other cache"
@@ -165,14 +134,14 @@ def other_clip(bench: Bench) -> None:
 def same_as_cached(bench: Bench) -> None:
     """With a LoRA that changes nothing the loss is that of states from the cache, whose captions are encoded by
     ComfyUI's own CLIP."""
-    cached, _ = bench.first_step("cached", {**_PLAIN, "lora": {"rank": 2, "alpha": 2.0}}, scale=0.0)
-    found, _ = bench.first_step("live", _PLAIN, scale=0.0)
+    cached, _ = bench.first_step("cached", {**_PLAIN, "lora": {"rank": 2, "alpha": 2.0}}, without_lora)
+    found, _ = bench.first_step("live", _PLAIN, without_lora)
     assert abs(found / cached - 1) <= 1e-6
 
 
 def same_in_half(bench: Bench) -> None:
     """Of encoders whose files are in float16, which compute in float32 all the same."""
-    with mock.patch.object(bench, "dtype", torch.float16):
+    with mock.patch.object(bench, "clip_dtype", torch.float16):
         same_as_cached(bench)
 
 
@@ -209,12 +178,7 @@ def same_in_other_ways(bench: Bench) -> None:
 def resumed(bench: Bench) -> None:
     """Stopped after two steps of four and continued: the same losses and the same file, bit for bit."""
     whole = bench.run("whole", _RUN)
-    seen: list[Any] = []
-    bench.run("stopped", _RUN, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) >= 2)
-    result = bench.run("stopped", _RUN, resume=True)
-    assert result.losses == whole.losses, (result.losses, whole.losses)
-    assert result.lora.keys() == whole.lora.keys()
-    assert all(torch.equal(each, result.lora[name]) for name, each in whole.lora.items())
+    native_steps._resumed(bench, "stopped", _RUN, whole)
     first = bench.run("other rate", {**_RUN, "optimizer": {"learning_rate": 0.02}})
     assert first.losses[0] == whole.losses[0] and first.losses[2] != whole.losses[2], "the rate of its own does nothing"
 
@@ -260,7 +224,7 @@ def started(bench: Bench) -> None:
     for spelling, named in (("kohya", lora), ("diffusers", _as_diffusers(lora))):
         save_file(named, file := bench.folder / f"{spelling}.safetensors")
         sections = {**_PLAIN, "lora": {**larger, "start_from": str(file)}}
-        with bench.trainer(f"from {spelling}", sections, None) as trainer, torch.no_grad():
+        with bench.trainer(f"from {spelling}", sections, is_drawn=False) as trainer, torch.no_grad():
             states, made, prediction = _said(bench, trainer)
         picture = native_steps.said_by_sampling(patched, made, said, bench.family.latent).view(prediction.shape)
         assert max(_distance(said[0][0], states["cond"]), _distance(picture, prediction)) <= 1e-4, spelling
@@ -275,7 +239,7 @@ def started(bench: Bench) -> None:
     assert first.count("layers_0_") and len(deeper) == len(lora)
     for settings, words in refused:
         asked = {**_PLAIN, "lora": settings}
-        expect_refusal(lambda: bench.trainer("refused", asked, None).__enter__(), words)  # noqa: B023
+        expect_refusal(lambda: bench.trainer("refused", asked, is_drawn=False).__enter__(), words)  # noqa: B023
 
 
 def _as_diffusers(lora: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
