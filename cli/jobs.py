@@ -78,14 +78,18 @@ def _conclude(
     """Say how a training ended; returns the exit code."""
     if result.step >= job.train.steps and options.resume:
         say(f"complete: {result.step} of {job.train.steps} steps are done")
-    if result.eval_before is not None and result.eval_after is not None:
-        say(f"evaluation loss: {result.eval_before:.6f} before, {result.eval_after:.6f} after {result.step} steps")
-    if result.lora_path is not None:
-        say(f"LoRA: {result.lora_path}")
+    _say_made(result)
     if result.status == "stopped":
         say(f"{result.resume_hint}: {again(options, job, place)}")
         return STOPPED
     return 0
+
+
+def _say_made(result: TrainingResult) -> None:
+    if result.eval_before is not None and result.eval_after is not None:
+        say(f"evaluation loss: {result.eval_before:.6f} before, {result.eval_after:.6f} after {result.step} steps")
+    if result.lora_path is not None:
+        say(f"LoRA: {result.lora_path}")
 
 
 def again(options: argparse.Namespace, job: JobConfig, place: RankPlace | None) -> str:
@@ -101,12 +105,8 @@ def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
     with stop_on_signal() as stop:
         result = run_pair(job, devices, resume=options.resume, on_event=Terminal(), should_stop=stop)
     for name, expert in result.experts.items():
-        done = f"{name}: {expert.step} of {job.train.steps} steps are done"
-        if expert.eval_before is not None and expert.eval_after is not None:
-            done += f", evaluation loss {expert.eval_before:.6f} before, {expert.eval_after:.6f} after"
-        say(done)
-        if expert.lora_path is not None:
-            say(f"LoRA: {expert.lora_path}")
+        say(f"{name}: {expert.step} of {job.train.steps} steps are done")
+        _say_made(expert)
     if not result.is_finished:
         say(f"stopped; what is done is saved: devicebridge train {options.job} --resume")
         return STOPPED

@@ -14,9 +14,7 @@ _INTERVAL_S = 2.0
 
 
 class Terminal:
-    """Prints a job's events; an object of this class is what `on_event` takes.
-    In a terminal, progress is one line that is written over; elsewhere a line now and then, so that a log stays
-    short."""
+    """Prints a job's events; an object of this class is what `on_event` takes."""
 
     def __init__(self) -> None:
         self._line = ProgressLine(sys.stdout, say, _INTERVAL_S)

@@ -68,7 +68,6 @@ def read_file(text: str) -> str:
 
 def lists_pass(*ids: str) -> Any:
     """The validate_inputs of a node with these lists: what they lack is refused by execute, which says what would work.
-
     ComfyUI finds their names in the signature. It does not check the links of a node that asks for their types
     (input_types, by input). So this is its own rule, and beside it that a text goes into a list of TEXT_LINKS."""
 

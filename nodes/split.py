@@ -188,10 +188,14 @@ class LoadDiffusionModelSplit(_SplitNode):
         path = folders.find_checkpoint(unet_name)
         from .host.split.model import load_split_model
 
-        named, balance = _read_devices(sockets)
-        only = {*named, *getattr(balance, "gpus", ())}  # the device that holds the whole model
-        place = only.pop() if len(only) == 1 else _read_request(sockets)
-        return cls.shown(load_split_model(path, weight_dtype, place))
+        return cls.shown(load_split_model(path, weight_dtype, read_place(sockets)))
+
+
+def read_place(sockets: dict[str, Any]) -> torch.device | SplitRequest | None:
+    """The device that holds the whole model, where none other is named; else as _read_request."""
+    named, balance = _read_devices(sockets)
+    only = {*named, *getattr(balance, "gpus", ())}
+    return only.pop() if len(only) == 1 else _read_request(sockets)
 
 
 def _read_devices(sockets: dict[str, Any]) -> tuple[tuple[torch.device, ...], Any]:

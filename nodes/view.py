@@ -28,8 +28,7 @@ _PHASES = {
 
 class JobView(host.NodeView):
     """Listens to a job; an object of this class is what `on_event` takes.
-    The terminal shows the same as one line that moves; a log that is no terminal gets one now and then. Every event is
-    sent to the browser as {"node", "kind", "step", "total", "values"}; see docs/internals/events.md."""
+    Every event is sent to the browser as {"node", "kind", "step", "total", "values"}; see docs/internals/events.md."""
 
     def __init__(self, node_id: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(node_id)

@@ -128,5 +128,5 @@ def test_one_device_alone_holds_the_whole_model(host: comfy_stub.FakeHost) -> No
             ("lazy:1", "memory", TWO), ("cpu", "memory", CPU), ("auto", "lazy:1,4gb;cpu,*", TWO),
             ("auto", "memory", None), ("auto", "lazy:1,4gb;lazy:0,*", None),
         ]:  # fmt: skip
-            place = split._read_place({"devices": devices, "balance": balance} | SOCKETS)
+            place = split.read_place({"devices": devices, "balance": balance} | SOCKETS)
             assert (place if isinstance(place, torch.device) else None) == expected
