@@ -1,12 +1,9 @@
 """The cards to plan for: those of this machine as they are now, or some that need not exist; and how fast they are.
 
-A training's speeds are published ones. If this machine has a card that is in no table, all of them are measured by a
-large matrix product. A split whose way is auto always goes by measured cards and links, which are kept on disk.
-
-Peaks are the makers' own (architecture papers and data sheets): 10^12 dense operations per second in bf16 with sums in
-float32, of consumer cards twice their float32 rate. Training reaches a share of it. The one share that was measured is
-that of an H200: FLUX.2-dev at 1024², bf16, every block recomputed, one micro-batch in flight, 1.866 s a step
-(docs/benchmarks.md, training on 8-bit base weights).
+A training's speeds are published ones; where a card is in no table, a large matrix product on all. A split whose way is
+auto goes by measured cards and links, which are kept on disk. Peaks are the makers' own: 10^12 dense operations per
+second in bf16 with sums in float32, of consumer cards twice their float32 rate. The share that training reaches was
+measured on an H200: FLUX.2-dev at 1024², bf16, every block recomputed, 1.866 s a step (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -132,12 +129,11 @@ class Card:
 
     Args:
         usable_bytes: for tensors, the allocator's losses and a context that does not exist yet.
-        speed: relative to the others.
+        speed: relative to the others. measured_flops_per_s: of a training; 0 where that was not measured.
         eight_bit: what it multiplies 8 bits with; None asks a card that exists.
         refuses: schemes that it cannot multiply in.
         has_context: whether CUDA has started on it, so that its free memory is free of that already.
         kind: its model, if known. is_assumed: whether that is a guess from its memory.
-        measured_flops_per_s: of a training, by a matrix product; 0 where that was not measured.
     """
 
     device: torch.device
@@ -238,11 +234,7 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
 
 
 def able_schemes(cards: Sequence[Card], types: Mapping[str, int] | None = None) -> list[Scheme]:
-    """Schemes that every card can do, the best first.
-
-    Args:
-        types: of a file's quantized tensors; see auto_schemes.
-    """
+    """Schemes that every card can do, the best first. types: of a file's quantized tensors; see auto_schemes."""
     return auto_schemes(types or {}, [each for each in BEST_FIRST if all(each not in card.refuses for card in cards)])
 
 
@@ -251,13 +243,8 @@ def able_schemes(cards: Sequence[Card], types: Mapping[str, int] | None = None) 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
 class MachineSpeed:
-    """Cards that were measured together.
-
-    Args:
-        flops_per_s: of each card, in a large matrix product in half precision.
-        bytes_per_s: that two cards send each other at the same time, each, over the slowest link; None for one card.
-        date: YYYY-MM-DD.
-    """
+    """Cards that were measured together: each in a large matrix product in half precision, and what two send each other
+    at the same time over the slowest link, each; None for one card. date: YYYY-MM-DD."""
 
     flops_per_s: tuple[_Positive, ...]
     bytes_per_s: _Positive | None
@@ -269,24 +256,17 @@ class MachineSpeed:
 
 
 def machine_speed(devices: Sequence[torch.device]) -> MachineSpeed:
-    """What these cards can do: as measured before with the same cards and links, else measured now.
-
-    Raises: what a card raises where it has no memory for the measurement.
-    """
+    """What these cards can do: as measured before with the same cards and links, else measured now. Raises: what a card
+    raises where it has no memory for the measurement."""
     kept = Kept("", _machine_key(devices), MachineSpeed)
-    found: MachineSpeed | None = kept.read()
-    if found is None:
-        found = measure_machine(devices)
-        kept.write(found)
-    return found
+    if (found := kept.read()) is None:
+        kept.write(found := measure_machine(devices))
+    return found  # type: ignore[no-any-return]
 
 
 class Kept:
-    """A file beside others that were measured or proved on this machine.
-
-    Args:
-        key: everything that the value depends on. kind: of the value, as pydantic takes it.
-    """
+    """A file of a value that was measured or proved on this machine. key: everything that it depends on. kind: of the
+    value, as pydantic takes it."""
 
     def __init__(self, prefix: str, key: Mapping[str, Any], kind: Any) -> None:
         self._prefix, self._kind = prefix, kind

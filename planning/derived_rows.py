@@ -1,7 +1,7 @@
 """Rows of tokens that were derived and proved on this machine, kept beside the speeds of its cards.
 
-A file belongs to one class as its source and ComfyUI's version have it, and to one structure. An entry belongs to one
-signature of inputs, since a derived row knows only inputs that it was shown.
+A file belongs to one class as its source and ComfyUI's version have it, and to one structure; an entry to one signature
+of inputs, since a derived row knows only inputs that it was shown.
 """
 
 from __future__ import annotations
@@ -32,12 +32,8 @@ def _of_names(row: Row) -> Row:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class Verdict:
-    """What became of one signature of inputs.
-
-    Args:
-        row: None where none was proved; refused says why.
-        has_gradients: whether its gradients were compared, too.
-    """
+    """What became of one signature of inputs. row: None where none was proved; refused says why. has_gradients: whether
+    its gradients were compared, too."""
 
     row: Annotated[TokenPlan, pydantic.AfterValidator(_of_names)] | None
     refused: Annotated[str, pydantic.Field(max_length=4000)] = ""

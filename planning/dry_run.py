@@ -258,21 +258,13 @@ def make_text(
     device: torch.device,
     batch: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Text of the sizes that training has, by name; text is what one sample has, where that is known.
-
-    Raises: ValueError for a model of which nobody knows how large its text is.
-    """
+    """Text of the sizes that training has, by name; text is what one sample has, where that is known."""
     if info.family.host is not None:
         return info.family.host.example(batch, device, None if text is None else text.without_streams.tensors or None)
     states = {}
     for encoder in variant.text_encoders:
         keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
-        width = next((info.config[key] for key in keys if info.config.get(key)), None)
-        if width is None:
-            raise ValueError(
-                f"the transformer's config names no width for {encoder.output}; one of {', '.join(keys)} was expected. "
-                "Add the key's name to planning/dry_run.py"
-            )
+        width = next(info.config[key] for key in keys if info.config.get(key))  # every family's config has one
         shape = (batch, width) if encoder.kind == "pooled" else (batch, encoder.max_length, width)
         states[encoder.output] = torch.randn(shape, dtype=dtype, device=device)
     return states

@@ -118,12 +118,10 @@ class Question:
     Args:
         cards: no more than the model has blocks.
         bucket: (height, width) of the largest samples, in pixels; of audio a square of latent cells.
-        frames: of video.
         link: bytes per second from pinned host memory to a card, and about as many back.
-        cuts: first block of each further card, where a resumed run must cut as before.
-        kept_shares: of the tokens, by card, where a resumed run must share them out as before.
+        cuts, kept_shares: first block of each further card, or shares of the tokens, as a resumed run has them.
         without: see candidates.
-        host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
+        host_bytes: free host memory; None where that is not known.
         replica: which copy of the model this is about, on a card of its own.
         row_shares: of copies of the model that share out the rows of each sample, relative to each other; this is about
             the first of them. () if each has samples of its own.
@@ -179,7 +177,7 @@ class Question:
 
     def of_card(self, index: int, setting: Setting, alike: tuple[int, int] | None = None) -> Question:
         """For one card that has a copy of the model: its micro-batches, settings and part of host memory. alike: how
-        many blocks keep their activations, and how many stream; None leaves that as it is."""
+        many blocks keep their activations, and how many stream; None for as it is."""
         self.check_counts()
         job, split, count, shares = self.job, self.job.split, len(self.cards), setting.row_shares
         mine, accumulation = slice(index, index + 1), self.accumulation
@@ -282,12 +280,8 @@ class Question:
     # ---- seconds and bytes
 
     def seconds(self, card: Card, scheme: str, *, is_whole: bool = False) -> list[float]:
-        """Of each block's forward of a micro-batch, by operations; its backward takes as long, for a frozen block has
-        no gradients of weights. What is outside the blocks counts nothing.
-
-        Args:
-            is_whole: whether every card computes such a sample whole, whose rows it cannot share out.
-        """
+        """Of each block's forward of a micro-batch, by operations; its backward takes as long, as frozen weights have
+        no gradients. is_whole: whether every card computes such a sample whole, whose rows it cannot share out."""
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
         batch = self.job.train.batch_size
         flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]

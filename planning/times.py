@@ -86,11 +86,8 @@ WayName = Literal["blocks", "tensor", "tokens"]
 
 
 def key_bytes(block: nn.Module, keys: str, side: BlockList, num_tokens: tuple[int, int], element_size: int) -> float:
-    """Of keys and values of all rows, in all attentions of a block that gather them. Works on meta tensors.
-
-    Args:
-        keys: as of BlockRows. num_tokens: of the picture and of the text, of one sample.
-    """
+    """Of keys and values of all rows, in all attentions of a block that gather them; keys as of BlockRows, num_tokens
+    of the picture and of the text, of one sample. Works on meta tensors."""
     axes = (axis for place in places(keys) for axis in place.axis.split("/") if axis not in _FEW_ROWS)
     texts = (side.is_joint or not _TEXT_ROWS.isdisjoint(segments(axis)) for axis in axes)
     rows = sum(num_tokens[0] + num_tokens[1] * has_text for has_text in texts)
@@ -142,12 +139,8 @@ class SampledBlock(NamedTuple):
 def work_of(
     blocks: Sequence[SampledBlock], num_tokens: tuple[int, int], num_cards: int, sent_size: int = _SIXTEEN_BITS
 ) -> ForwardWork:
-    """Of a forward, in half precision. By sizes; works on meta tensors.
-
-    Args:
-        num_tokens: of the picture and of the text, of one sample. sent_size: bytes of a number that cards send: of
-            partial sums, or of keys and values.
-    """
+    """Of a forward, in half precision; works on meta tensors. num_tokens: as of key_bytes. sent_size: bytes of a number
+    of partial sums, or of keys and values, that cards send."""
     flops = whole_flops = all_keys = sent_bytes = 0.0
     most_width = 0
     for block, side, plan, keys in blocks:

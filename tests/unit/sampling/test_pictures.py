@@ -29,7 +29,7 @@ from devicebridge.sampling.sampler import Sampler
 from devicebridge.system.stopping import Requests
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import make_cards_job, run_steps, save_tiny_pipeline
+from devicebridge.tests.tiny_pipeline import make_cards_job, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
 from PIL import Image
 
@@ -238,20 +238,6 @@ def test_every_strategy_draws_the_pictures_and_writes_the_lora_of_one_card(schem
         assert run(name, name) == (lora, pictures), name
 
 
-def test_copies_draw_the_pictures_of_a_split(tmp_path: Path, drawn: list[list[torch.Tensor]]) -> None:
-    """Their sums are made in another order, so the last bits of the LoRA are not those of one card."""
-    sections = {"split": TWO, "lora": {"dropout": 0.0}}
-    _run(_job(tmp_path, "split", **sections))
-    sections["parallel"] = {"strategy": "data"}
-    with_pictures = _run(_job(tmp_path, "with", **sections))
-    without = _run(_job(tmp_path, "without", **sections, samples={"prompts": []}))
-    assert with_pictures.lora_path and without.lora_path
-    assert with_pictures.lora_path.read_bytes() == without.lora_path.read_bytes()
-    of_split, of_copies = drawn[:3], drawn[3:]
-    for ours, expected in zip(of_copies, of_split, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "name", ["flux2", *(pytest.param(each, marks=pytest.mark.long) for each in sorted(FAMILIES) if each != "flux2")]
 )
@@ -281,15 +267,6 @@ def _in_second_forward_after(seen: list[Event], step: int) -> Callable[[], bool]
         return len(asked) > 1
 
     return should_stop
-
-
-def test_pictures_may_be_turned_on_and_off_when_a_run_is_resumed(tmp_path: Path) -> None:
-    without = _job(tmp_path, "run", samples={"prompts": []})
-    with emulated_cards(3):
-        run_steps(without)
-    result = _run(_job(tmp_path, "run", samples={"prompts": ["another"], "every_steps": 1}), resume=True)
-    assert result.step == 3
-    assert sorted(_files(without)) == ["000001_0.png", "000002_0.png", "000003_0.png"]
 
 
 @pytest.mark.usefixtures("tiny_weights_leave")
