@@ -1,9 +1,8 @@
 """A job, a machine and what an earlier run decided, made into an ExecutionPlan: where every "auto" but one ends.
 
 Nothing after this asks which devices there are, or reads a setting that may be "auto", but for cache.text_device. Where
-the cards' memory is known, the planner chooses within what the job leaves open. Elsewhere "auto" is what every machine
-can do. A run that is resumed keeps the placement it began with, whatever memory is
-free today: another one would draw dropout elsewhere and sum gradients in another order.
+the cards' memory is known, the planner chooses; elsewhere "auto" is what every machine can do. A resumed run keeps its
+placement: another one would draw dropout elsewhere and sum gradients in another order.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
@@ -16,11 +16,10 @@ from ..system.progress import describe_duration
 from ..system.telling import aligned
 from .cards import Card
 from .memory import DeviceForecast
-from .question import Question, Setting, is_open, strategies_on, why_not_shared
-from .search import HOST_GAIN, Found, Looked, describe_refusal, find_fastest, fit
+from .question import Question, Setting, is_open, why_not_shared
+from .search import Found, Looked, describe_refusal, find_fastest
 from .times import ASSUMED_FLOPS_PER_S, KERNEL_S
 
-_SEVERAL = 4  # micro-batches that a note speaks of
 _STEPS = 1000  # of a run, where nobody says how many
 _MOST_ALTERNATIVES = 8  # rows of the table
 # What a card's memory is for: attribute of a DeviceForecast, its name in the table, and the colour of its bar. The
@@ -56,8 +55,7 @@ class TrainingPlan:
     Args:
         looked_at: every setting that was compared, and how it would run.
         cards, devices: in execution order.
-        notes: why the cards share out the rows of each micro-batch where nobody asked for it, settings without effect,
-            and what would use the cards better.
+        notes: why the cards share out the rows of each micro-batch where nobody asked for it; settings without effect.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
     """
 
@@ -124,46 +122,34 @@ def plan_training(question: Question) -> TrainingPlan:
         question.cards,
         devices,
         placement,
-        notes=(*_why_shared(question, found, looked_at), *_notes(question, found)),
+        notes=tuple(_notes(question, found, looked_at)),
         warning=f"the forecast exceeds what is free ({over}), and memory_limit_gb says to try" * bool(over),
     )
 
 
-def _notes(question: Question, found: Found) -> Iterator[str]:
-    """Which settings of the user have no effect, and what several micro-batches would gain where a step of one keeps
-    one card busy."""
+def _notes(question: Question, found: Found, looked_at: Looked) -> Iterator[str]:
     job, chosen, devices = question.job, found.setting.strategy, [card.device for card in question.cards]
+    if shares_rows(chosen) and is_open(question.open.strategies):
+        others = [each for _, each in looked_at if each is not None and not shares_rows(each.setting.strategy)]
+        best = min(others, key=lambda each: each.time, default=None)
+        why = ", since nothing else fits them" if best is None else f": {_compared(question, found, best)}"
+        yield f"the cards share out the tokens of each micro-batch{why}"
     wanted, ahead = job.parallel.requested, job.parallel.microbatches_ahead
     if wanted not in (None, "none", chosen):
         why = why_not_shared(wanted, question.accumulation, devices)
         yield f'parallel.strategy = "{wanted}": without effect, {why}'
     if ahead > 1 and not has_stages(chosen):
         yield f"parallel.microbatches_ahead = {ahead}: without effect, only a pipeline runs ahead"
-    can_fill = "pipeline" in strategies_on(question.open.strategies, _SEVERAL, devices)
-    if question.accumulation > 1 or shares_rows(chosen) or not can_fill:
-        return
-    several = replace(job, train=replace(job.train, gradient_accumulation_steps=_SEVERAL))
-    filled = fit(replace(question, job=several), replace(found.setting, strategy="pipeline", ahead=0))
-    if filled is not None and HOST_GAIN * filled.time <= _SEVERAL * found.time:
-        yield (
-            f"one card works at a time; with train.gradient_accumulation_steps = {_SEVERAL} all do, and {_SEVERAL} "
-            f"batches take at most {filled.time / found.time:.1f} times as long as this step"
-        )
 
 
-def _why_shared(question: Question, found: Found, looked_at: Looked) -> Iterator[str]:
-    if not (shares_rows(found.setting.strategy) and is_open(question.open.strategies)):
-        return
-    others = [each for _, each in looked_at if each is not None and not shares_rows(each.setting.strategy)]
-    if not others:
-        yield "the cards share out the tokens of each micro-batch, since nothing else fits them"
-        return
-    best = min(others, key=lambda each: each.time)
-    now, then = (_real_seconds(question.cards, each.time) for each in (found, best))
-    said = f"{best.time / found.time:.1f} times as long" if now is None or then is None else _seconds(then)
+def _compared(question: Question, found: Found, other: Found) -> str:
+    """ "about 3 s per step, and fp8-compute, one card at a time takes 5 s"."""
+    now, then = (_real_seconds(question.cards, each.time) for each in (found, other))
+    said = f"{other.time / found.time:.1f} times as long" if now is None or then is None else _seconds(then)
     about = "" if now is None else f"about {_seconds(now)} per step, and "
-    way = best.setting.describe() + ", one card at a time" * (best.setting.strategy == "none")
-    yield f"the cards share out the tokens of each micro-batch: {about}{way} takes {said}"
+    return (
+        f"{about}{other.setting.describe()}{', one card at a time' * (other.setting.strategy == 'none')} takes {said}"
+    )
 
 
 # ---- as a table

@@ -106,18 +106,6 @@ def test_another_card_or_more_memory_makes_no_plan_slower():
         assert after.step_s <= 1.1 * before.step_s, (smaller, larger)
 
 
-def test_several_micro_batches_are_proposed_where_one_keeps_one_card_busy():
-    (hint,) = _plan("24GB,24GB").notes
-    several = _plan(
-        "24GB,24GB",
-        train={"steps": 10, "gradient_accumulation_steps": 4},
-        parallel={"strategy": "pipeline", "microbatches_ahead": 0},
-    )
-    assert "train.gradient_accumulation_steps = 4" in hint
-    assert f"{several.step_s / _plan('24GB,24GB').step_s:.1f} times" in hint
-    assert not several.notes and not _plan("24GB,24GB", parallel={"strategy": "none"}).notes and not _plan("80GB").notes
-
-
 def test_what_does_not_fit_is_refused_with_what_would_help():
     """64 GB of weights: a smaller picture or rank would not do."""
     resident = {"split": {"offloaded_blocks": [0, 0]}}
