@@ -104,10 +104,10 @@ def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
     devices = [str(device) for device in find_machine(job.split.devices).devices]
     with stop_on_signal() as stop:
         result = run_pair(job, devices, resume=options.resume, on_event=Terminal(), should_stop=stop)
-    for name, expert in result.experts.items():
+    for name, expert in result.items():
         say(f"{name}: {expert.step} of {job.train.steps} steps are done")
         _say_made(expert)
-    if not result.is_finished:
+    if len(result) < 2 or any(each.status != "finished" for each in result.values()):
         say(f"stopped; what is done is saved: devicebridge train {options.job} --resume")
         return STOPPED
     return 0

@@ -23,7 +23,6 @@ from .native import rank_script
 
 _POLL_S = 0.2
 _SAVING_S = 15  # for the other processes to save when one has failed; torchrun then kills them
-_ORPHANED_S = 2.0 * _SAVING_S
 
 
 def launch(options: argparse.Namespace, count: int) -> int:
@@ -37,10 +36,10 @@ def launch(options: argparse.Namespace, count: int) -> int:
             environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
         command = torchrun_command(count, rank_script(), options.job, resume=options.resume, is_verbose=options.verbose)
         sys.stdout.flush()
-        with start(command, environment=environment, output=sys.stdout, orphan_timeout_s=_ORPHANED_S) as running:
+        with start(command, environment=environment, output=sys.stdout, stop_timeout_s=2 * _SAVING_S) as running:
             while running.exit_code is None:
                 if stop():
-                    made.ask_to_stop()
+                    made.ask("stop")
                 time.sleep(_POLL_S)
             code = running.exit_code
         return made.code() or code
@@ -65,7 +64,7 @@ def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int
     with stop_on_signal() as stop:
 
         def should_stop() -> bool:
-            if known is not None and known.is_asked_to_stop():
+            if known is not None and known.is_asked("stop"):
                 stop.ask()
             return stop()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..system.import_faults import import_fault
-from ..system.stopping import STOPPED, note_parent
+from ..system.stopping import STOPPED
 from ..system.telling import LOUD, SaidLogs, printable, safe_output, say
 from ..version import VERSION
 from .lora import add_lora_tools
@@ -25,7 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line and
     130."""
     safe_output()
-    note_parent()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     end = arguments.index("--") if "run" in arguments and "--" in arguments else len(arguments)
     options = _make_parser().parse_args(arguments[:end])

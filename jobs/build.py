@@ -21,7 +21,7 @@ from ..parallel.local.token_training import TokenModel, TokenTraining
 from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
-from ..patches.compile_blocks import CompiledBlocks, remove_compiled
+from ..patches.compile_blocks import remove_compiled
 from ..planning.plan import compare, describe_time, parts_of
 from ..system.stopping import Requests
 from ..training.adapter import LoraHandle, apply_lora
@@ -29,7 +29,7 @@ from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
-from .rank_plans import mesh_of
+from .ranks import mesh_of
 from .samples import make_sampler
 
 
@@ -44,10 +44,8 @@ def build_trainer(
     """Load the model and put everything around it that a training needs.
 
     Args:
-        identity: facts that a resumed run must share.
-        data: to train on and to evaluate with.
+        identity: facts that a resumed run must share. data: to train on and to evaluate with.
         cleanup: is given what must be undone before the model is dropped.
-        ranks: the processes that each build one.
     """
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
@@ -56,14 +54,16 @@ def build_trainer(
         pace = (time := describe_time(plan.training, job.train.steps)) and f"step: {time}"
         events.emit("forecast", devices=compare(plan.training.devices), parts=parts, pace=pace)
     reset_peaks(plan.placement.used_devices)  # of the encoders
-    assembled = _assemble(plan, ranks)
-    _clean_up_later(assembled, cleanup)
+    assembled = _assemble(plan, ranks, cleanup)
     if (report := assembled.quantized) is not None:
         events.emit("quantized", summary=report.summary())
     lora = _lora_of(assembled)
     for each in assembled.parts if plan.start else ():
         _lora_of(each).start_from(plan.start, job.lora.strength)
-
+    compiled = assembled.all_compiled  # on all ranks or on none: all compare their blocks before the first step
+    if ranks.any(not compiled):
+        remove_compiled(compiled)
+        compiled = ()
     runner = make_runner(plan.execution.strategy, assembled, plan.execution.ahead)
     if ranks.is_launched:
         shares = shards_weights(plan.execution.strategy)
@@ -87,7 +87,7 @@ def build_trainer(
         devices=plan.placement.used_devices,
         events=events,
         save_lora=partial(save_lora, plan, lora),
-        compiled=_agreed(assembled.all_compiled, ranks),
+        compiled=compiled,
         is_asked=lambda what: ranks.from_first(lambda: Requests(Path(job.output.folder)).take(what)),
         samples=make_sampler(plan, assembled, runner, data[0], events, ranks),
         ranks=ranks,
@@ -95,15 +95,7 @@ def build_trainer(
     )
 
 
-def _agreed(compiled: tuple[CompiledBlocks, ...], ranks: Ranks) -> tuple[CompiledBlocks, ...]:
-    """Compiled on all ranks or on none: all compare their blocks before the first step, together."""
-    if not ranks.any(not compiled):
-        return compiled
-    remove_compiled(compiled)
-    return ()
-
-
-def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
+def _assemble(plan: JobPlan, ranks: Ranks, cleanup: ExitStack) -> Assembled:
     """The model on its devices, with LoRA."""
     job, execution = plan.job, plan.execution
 
@@ -115,21 +107,19 @@ def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
             host.attach_text_encoders(model, files, kind, job.model.path, name, plan.placement.main_device)
         return apply_lora(model, plan.family, job.lora, seed=job.train.seed)
 
-    if shards_weights(execution.strategy):
-        return assemble_sharded(plan.info, execution, attach, mesh_of(job, execution.strategy, ranks))
     if ranks.place.local_rank and execution.quantized_cache is not None:  # the first one of the machine fills it
         execution = replace(execution, quantized_cache=None)
-    return assemble_for_training(plan.info, execution, attach)
-
-
-def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
-    """What is registered last is undone first."""
-    for each in assembled.parts:
+    if shards_weights(execution.strategy):
+        assembled = assemble_sharded(plan.info, execution, attach, mesh_of(job, execution.strategy, ranks))
+    else:
+        assembled = assemble_for_training(plan.info, execution, attach)
+    for each in assembled.parts:  # what is registered last is undone first
         cleanup.callback(each.split.stop_offload)
     cleanup.callback(remove_compiled, assembled.all_compiled)
     for each in assembled.parts:
         if each.weight_offload is not None:
             cleanup.callback(each.weight_offload.remove)  # the first one's, which is last, holds pinned memory
+    return assembled
 
 
 def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = None) -> Runner:

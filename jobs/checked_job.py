@@ -1,55 +1,59 @@
-"""A checked job, and where the parts of its model lie."""
+"""A job that was read, and one that was checked; and where its blocks go by sizes alone, where no plan was made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ..assembly import ExecutionPlan
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..config.job import JobConfig
+from ..config.job import JobConfig, ModelConfig, SplitConfig
+from ..config.model import Strategy, holds_copies
 from ..data.samples import EncodedSample, Sample, TrainingSample
 from ..families.comfy.inputs import ComfyReader
 from ..families.spec import ModelFamily, Variant
-from ..parallel.placement import Placement
+from ..parallel.devices import free_bytes
+from ..parallel.placement import (
+    Placement,
+    block_names,
+    check_budgets,
+    check_one_each,
+    parameter_bytes,
+    plan_manual,
+    plan_placement,
+    plan_replicas,
+)
+from ..planning.dry_run import SampleText
 from ..planning.plan import TrainingPlan
+from ..quantization.quantize import stored_bytes
 from ..training.objective import NoiseSchedule
 from .comfy_entries import make_comfy_reader, resolution_of
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
-class JobPlan:
-    """A checked job: what will be loaded where, and what it will be trained on.
+class ReadJob:
+    """A job as planning and training both need it.
 
     Args:
-        job: without "auto" for what the planner decides.
-        execution: how it is loaded and trained.
-        samples: images and clips; () where the dataset arrived encoded.
-        encoded: then, its samples.
-        training: what the planner chose; None on machines it knows nothing of.
-        targets: fqns of the linears that LoRA adapts.
-        start: layers of the LoRA file that it begins with; {} begins afresh.
+        model: without weights. targets: fqns of the linears that LoRA adapts.
+        samples: images and clips; () where the dataset arrived encoded. encoded: then, its samples.
     """
 
     job: JobConfig
     info: CheckpointInfo
     variant: Variant
-    execution: ExecutionPlan
-    schedule: NoiseSchedule
+    model: nn.Module
+    targets: tuple[str, ...]
     samples: tuple[Sample, ...]
-    eval_samples: tuple[Sample, ...]
     encoded: tuple[EncodedSample, ...] = ()
-    training: TrainingPlan | None = None
-    targets: tuple[str, ...] = ()
-    start: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-
-    @property
-    def placement(self) -> Placement:
-        """Which part of the model is where."""
-        return self.execution.placement
+    eval_samples: tuple[Sample, ...] = ()
 
     @property
     def family(self) -> ModelFamily:
@@ -67,16 +71,53 @@ class JobPlan:
             return resolution_of(self.training_samples, self.family.latent_of(self.variant))
         return self.job.data.largest_resolution
 
+    @property
+    def reader(self) -> ComfyReader:
+        """Reads what ComfyUI's own encoders left, as this model takes it."""
+        return make_comfy_reader(self.family, self.variant, self.info.config)
 
-def comfy_reader(plan: JobPlan) -> ComfyReader:
-    """Reads what ComfyUI's own encoders left, as this model takes it."""
-    return make_comfy_reader(plan.family, plan.variant, plan.info.config)
+    @property
+    def caption_reader(self) -> ComfyReader:
+        """The same of captions alone: what a job makes of files is not in them."""
+        return without_conditions(self.reader) if self.job.data.condition else self.reader
+
+    def component_folder(self, setting: str, key: str) -> Path:
+        """The folder that a setting names, else the model's own.
+        Raises: ValueError if the model came without one; it names the setting."""
+        if setting:
+            return Path(setting)
+        if self.info.pipeline_folder is None:
+            raise ValueError(
+                f"{self.job.model.path} holds a transformer only; name the {key.replace('_', ' ')} with cache.{key} "
+                "(a diffusers model folder has them)"
+            )
+        return self.info.pipeline_folder
+
+    @property
+    def vae_path(self) -> Path:
+        """Where the job's VAE is. Raises: as component_folder."""
+        setting = self.job.cache.vae
+        return Path(setting) if setting else self.component_folder("", "vae") / "vae"
 
 
-def caption_reader(plan: JobPlan) -> ComfyReader:
-    """The same of captions alone: what a job makes of files is not in them."""
-    reader = comfy_reader(plan)
-    return without_conditions(reader) if plan.job.data.condition else reader
+@dataclass(frozen=True, kw_only=True)
+class JobPlan(ReadJob):
+    """A checked job, without "auto" for what the planner decides: what will be loaded where.
+
+    Args:
+        training: what the planner chose; None on machines it knows nothing of.
+        start: layers of the LoRA file that it begins with; {} begins afresh.
+    """
+
+    execution: ExecutionPlan
+    schedule: NoiseSchedule
+    training: TrainingPlan | None = None
+    start: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def placement(self) -> Placement:
+        """Which part of the model is where."""
+        return self.execution.placement
 
 
 def without_conditions(reader: ComfyReader) -> ComfyReader:
@@ -84,22 +125,79 @@ def without_conditions(reader: ComfyReader) -> ComfyReader:
     return replace(reader, comfy=replace(reader.comfy, needs=()))
 
 
-def vae_path(plan: JobPlan) -> Path:
-    """Where the job's VAE is."""
-    setting = plan.job.cache.vae
-    return Path(setting) if setting else component_folder(plan, "", "vae") / "vae"
+# ---- what decides how it is trained, and where its blocks go without a plan
 
 
-def component_folder(plan: JobPlan, setting: str, key: str) -> Path:
-    """The folder that a setting names, else the model's own.
+@dataclass(frozen=True)
+class Subject:
+    """What is trained, as far as it decides how: a model without weights, and the sizes of its data.
 
-    Raises: ValueError if the model came without one; it names the setting.
+    Args:
+        largest: height and width in pixels and frames of the samples that take the most; (0, 0, 0) takes the config's.
+        train, alone: of all samples that are trained on, and that are evaluated: what tells their batches apart.
+        text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
+        beside_bytes: of weights that the first device holds beside the model.
+        has_empty_caption: whether a sample has one, or may be given one. disk_note: of what its texts take there.
     """
-    if setting:
-        return Path(setting)
-    if plan.info.pipeline_folder is None:
-        raise ValueError(
-            f"{plan.job.model.path} holds a transformer only; name the {key.replace('_', ' ')} with cache.{key} "
-            "(a diffusers model folder has them)"
-        )
-    return plan.info.pipeline_folder
+
+    info: CheckpointInfo
+    variant: Variant
+    model: nn.Module
+    largest: tuple[int, int, int]
+    train: frozenset[tuple[int, ...]]
+    alone: frozenset[tuple[int, ...]] = frozenset()
+    text: SampleText | None = None
+    beside_bytes: int = 0
+    has_empty_caption: bool = False
+    disk_note: str = ""
+
+
+def place_by_size(
+    config: ModelConfig,
+    split: SplitConfig,
+    subject: Subject,
+    devices: Sequence[torch.device],
+    *,
+    strategy: Strategy = "none",
+) -> Placement:
+    """Which block goes where, or which device has a copy. Raises: ValueError if it does not fit."""
+    model, family = subject.model, subject.info.family
+    blocks = block_names(model, family)
+    block_bytes, main_bytes = held_bytes(config, subject)
+    main_bytes += subject.beside_bytes
+    check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
+    budgets: dict[torch.device, int | None] = {}
+    for number, device in enumerate(devices):
+        # the user's limits, else what is free, less a tenth on accelerators: a guess at activations, LoRA and optimizer
+        limit = int(split.memory_limit_gb[number] * 1e9) if split.memory_limit_gb else free_bytes(device)
+        if limit is not None and device.type != "cpu" and not split.memory_limit_gb:
+            limit = int(0.9 * limit)
+        budgets[device] = limit
+    if holds_copies(strategy):
+        return plan_replicas(blocks, devices, sum(block_bytes) + main_bytes, budgets, strategy)
+    if split.balance == "manual":
+        manual = plan_manual(blocks, list(devices), split.split_at)
+        check_budgets(manual, block_bytes, main_bytes, budgets)
+        return manual
+    if split.balance == "time":
+        _log.warning('split.balance = "time" needs a forecast, which there is none of here; blocks are cut by memory')
+    capacity = [budgets[device] for device in devices]
+    return plan_placement(
+        blocks,
+        devices,
+        block_cost=list(map(float, block_bytes)),
+        main_cost=float(main_bytes),
+        block_bytes=block_bytes,
+        main_bytes=main_bytes,
+        budget_bytes=budgets,
+        capacity=capacity if all(capacity) else (),
+    )
+
+
+def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:
+    """Weights of each block as they will be held, and of all else."""
+    model, family, settings = subject.model, subject.info.family, config.quantize_settings
+    blocks, element_size = block_names(model, family), getattr(torch, config.dtype).itemsize
+    if settings is None:
+        return parameter_bytes(model, blocks, element_size)
+    return stored_bytes(model, family, blocks, element_size, settings)

@@ -1,7 +1,4 @@
-"""What is looked at before a job begins: faults that would end it hours later, and settings that its user hardly meant.
-
-Headers, configs and images are read, no weights.
-"""
+"""What is looked at before a job begins: faults that would end it hours later, and settings that nobody meant."""
 
 from __future__ import annotations
 
@@ -31,12 +28,11 @@ from ..encoding.vae import check_vae
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import NOTHING_STORED, refusal
-from ..runs.folders import NO_RUNS
+from ..runs.store import NO_RUNS
 from ..system.files import go_on
 from ..training.optimizer import make_optimizer
-from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
+from .checked_job import JobPlan, ReadJob
 from .comfy_entries import refuse_condition
-from .read_job import ReadJob
 from .samples import check_samples, describe_expert
 
 _log = logging.getLogger(__name__)
@@ -52,26 +48,19 @@ def refuse_stills(read: ReadJob) -> None:
     stills = dict.fromkeys(sample.path for sample in (*read.samples, *read.eval_samples) if sample.num_frames == 1)
     stills |= {f"sample {n}": None for n, sample in enumerate(read.encoded, start=1) if sample.num_frames == 1}
     if read.variant.condition != "none" and stills:
-        raise ValueError(
-            f"{read.variant.name} is given the first frame, so in a single image nothing is left to learn; take out "
-            f"these {len(stills)}, or give clips and data.frames above 1: {_names(stills)}"
-        )
+        why = f"{read.variant.name} is given the first frame, so in a single image nothing is left to learn"
+        raise ValueError(f"{why}; take out these {len(stills)}, or set data.frames above 1: {_names(stills)}")
 
 
 def check_tools(plan: JobPlan) -> None:
     """Check what the later parts of a job need: blocks, optimizer, devices, encoders, quantization.
-
-    Raises: ValueError or RuntimeError as those parts would, hours later.
-    """
+    Raises: ValueError or RuntimeError as those parts would, hours later."""
     job, placement = plan.job, plan.placement
     kept, offloaded = plan.execution.kept_blocks, plan.execution.offloaded_blocks  # of several ranks this one's
     check_kept_blocks(kept, placement)
     check_offloaded_blocks(offloaded, kept, placement)
     if plan.execution.offloads and all(device == CPU for device in placement.used_devices):
-        raise ValueError(
-            'train.offload_activations = "on" moves block inputs from GPUs to host memory, but the model is on the '
-            'CPU, so they are there; set it to "off"'
-        )
+        raise ValueError('train.offload_activations = "on" needs a GPU, and the model is on the CPU; set it to "off"')
     make_optimizer([nn.Parameter(torch.zeros(1))], job.optimizer)
     if job.cache.vae_device:
         try:
@@ -88,33 +77,16 @@ def check_tools(plan: JobPlan) -> None:
     if settings is not None:
         if settings.scheme == "stored" and not plan.info.quantized_types:
             raise ValueError(NOTHING_STORED)
-        reason = refusal(settings, placement.used_devices)
-        if reason:
+        if reason := refusal(settings, placement.used_devices):
             raise ValueError(reason)
 
 
-def check_places(job: JobConfig, *, is_writer: bool = True) -> None:
-    """Raises: ValueError naming the setting, if its folder is a file or lies in one, or cannot be written.
-
-    Args:
-        is_writer: whether this process writes the run's folder.
-    """
-    folders = {
-        "output.folder": job.output.folder,
-        "cache.folder": job.cache.folder,
-        "model.quantized_cache": job.model.quantized_cache,
-    }
-    for key, folder in folders.items():
-        nearest = _nearest(Path(folder))
+def check_places(job: JobConfig) -> None:
+    """Raises: ValueError naming the setting, if its folder is a file or lies in one."""
+    for key, (folder,) in {key: values_at(job, key) for key in _OURS}.items():
+        nearest = next(filter(os.path.lexists, (Path(folder), *Path(folder).absolute().parents)))
         if folder and not nearest.is_dir():
             raise ValueError(f"{key} {folder} was asked for, but {nearest} is a file; choose a folder")
-    if is_writer and not os.access(_nearest(Path(job.output.folder)), os.W_OK | os.X_OK):
-        raise ValueError(f"output.folder {job.output.folder} cannot be written; choose another, or make it writable")
-
-
-def _nearest(path: Path) -> Path:
-    """The path itself, or the nearest above it that is there."""
-    return next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), Path())
 
 
 def refuse_repeats(job: JobConfig) -> None:
@@ -122,15 +94,10 @@ def refuse_repeats(job: JobConfig) -> None:
     for key in _REPEATS:
         for values in values_at(job, key):
             if again := [each for number, each in enumerate(values) if each in values[:number]]:
-                raise ValueError(
-                    f"{key} has {again[0]!r} twice, which counts it twice or changes nothing; name it once"
-                )
+                raise ValueError(f"{key} has {again[0]!r} twice; name it once")
     folders = job.data.folders
     if same := [each for number, each in enumerate(folders) if each in folders[:number]]:
-        raise ValueError(
-            f"the folder {same[0].path} is there twice with the same settings; name it once, with "
-            "data.folders.repeats = 2"
-        )
+        raise ValueError(f"the folder {same[0].path} is there twice; name it once, with data.folders.repeats = 2")
 
 
 def refuse_overlaps(job: JobConfig) -> None:
@@ -140,9 +107,7 @@ def refuse_overlaps(job: JobConfig) -> None:
     values = [(path, [given] if isinstance(given, str) else given) for path in paths for given in values_at(job, path)]
     for key, given in [(path, Path(each)) for path, several in values for each in several if each]:
         if given.is_file() and _place_in(lora, given) is not None:
-            raise ValueError(
-                f"the LoRA file {lora} would be written over {key}, which is that file; choose another output.name"
-            )
+            raise ValueError(f"the LoRA file {lora} would be written over {key}; choose another output.name")
         if not given.is_dir():
             continue
         for our_key in _OURS:
@@ -153,23 +118,17 @@ def refuse_overlaps(job: JobConfig) -> None:
             if place and key in ("data.folders.path", "evaluation.folder"):
                 is_clip |= place in [Path(each.path).name for each in concepts(FolderConfig(str(given)), go_on)]
             if place is not None and not (place and key in _FILES_ONLY and not is_clip):
-                raise ValueError(
-                    f"{our_key} {ours} lies in {key} {given}, or is that folder, so what is written there would be "
-                    "among what is read; choose a folder beside it"
-                )
+                fault = f"{our_key} {ours} lies in {key} {given}, or is that folder, and would be among what is read"
+                raise ValueError(f"{fault}; choose a folder beside it")
         own = [name for name in sorted(NO_RUNS) if _place_in(given, Path(job.output.folder, name)) is not None]
         if own:
-            raise ValueError(
-                f"{key} {given} is where output.folder {job.output.folder} keeps its {own[0]}; choose another "
-                "output.folder"
-            )
+            fault = f"{key} {given} is where output.folder {job.output.folder} keeps its {own[0]}"
+            raise ValueError(f"{fault}; choose another output.folder")
 
 
 def _place_in(inner: Path, outer: Path) -> str | None:
     """The name of the entry in which a path lies, "" if it is outer itself, and None if it lies elsewhere.
-
-    The path need not be there, whatever links and spellings lead to it.
-    """
+    The path need not be there, whatever links and spellings lead to it."""
     if not outer.exists():
         return None
     real = Path(os.path.realpath(inner))
@@ -183,16 +142,14 @@ def _place_in(inner: Path, outer: Path) -> str | None:
 def _check_encoders(plan: JobPlan) -> None:
     cache = plan.job.cache
     if plan.family.host is not None and not (cache.has_stock_text and cache.has_stock_latents):
-        raise ValueError(
-            f"{plan.family.title} is trained on what ComfyUI's own encoders make: give its CLIP and VAE to "
-            "cache.stock_clip and cache.stock_vae"
-        )
+        wanted = "give its CLIP and VAE to cache.stock_clip and cache.stock_vae"
+        raise ValueError(f"{plan.family.title} is trained on what ComfyUI's own encoders make: {wanted}")
     if cache.has_stock_text or cache.has_stock_latents:
-        comfy_reader(plan)
+        _ = plan.reader
     if cache.has_stock_latents:
         refuse_condition(plan.variant)
     if not cache.has_stock_text:
-        folder = component_folder(plan, cache.text_encoders, "text_encoders")
+        folder = plan.component_folder(cache.text_encoders, "text_encoders")
         check_text_device(cache.text_device, plan.variant.text_encoders, folder, cache.text_quantize)
         comfy, config = plan.family.comfy, with_defaults(plan.family, plan.info.config)
         keys = {} if comfy is None else {comfy.states: comfy.width, comfy.pooled: comfy.pooled_width}
@@ -202,7 +159,7 @@ def _check_encoders(plan: JobPlan) -> None:
             folder_fingerprint(folder / spec.folder)
             folder_fingerprint(folder / spec.tokenizer_folder)
     if not cache.has_stock_latents:
-        _check_vae(plan, vae_path(plan))
+        _check_vae(plan, plan.vae_path)
 
 
 def _check_vae(plan: JobPlan, path: Path) -> None:
@@ -220,9 +177,7 @@ def _check_vae(plan: JobPlan, path: Path) -> None:
 
 def give_cautions(plan: JobPlan) -> None:
     """Log a warning for each. What can be seen of a dataset folder alone is said where it is read.
-
-    Raises: ValueError naming a model file that cannot be read.
-    """
+    Raises: ValueError naming a model file that cannot be read."""
     of_settings = _of_settings(plan.job, plan.samples, is_expert=plan.variant.is_expert)
     for line in (describe_idle(plan.job), *of_settings, *_of_files(plan), describe_expert(plan)):
         if line:

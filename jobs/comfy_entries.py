@@ -1,8 +1,4 @@
-"""Training on what ComfyUI's own encoders made: does it fit the model, and how is it read.
-
-Three ways lead here: a CLIP or VAE of ComfyUI's that a node passes on (ComfyEncoders), entries that such a one made
-earlier (the job's cache.text_source and latent_source name it), and a dataset that arrived encoded (data.encoded).
-"""
+"""Training on what ComfyUI's own encoders made, now or earlier, or arrived encoded: does it fit, how is it read."""
 
 from __future__ import annotations
 
@@ -32,6 +28,10 @@ from ..families.comfy.inputs import (
 from ..families.spec import LatentSpec, ModelFamily, Variant
 
 _MAX_NAMES = 5  # problems spelt out in a message
+_ONE_EACH = (
+    "train.batch_size is above 1, but {}, so they cannot share a batch; set batch_size 1 (gradient_accumulation_steps "
+    "does the same)"
+)
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,15 @@ def make_comfy_reader(family: ModelFamily, variant: Variant, config: Mapping[str
 def refuse_condition(variant: Variant) -> None:
     """Raises: ValueError for a variant whose entries hold more than a LATENT does."""
     if variant.encodes_condition:
-        raise ValueError(
-            f"{variant.name} is also given the encoded first frame, which only the model's own VAE makes here, not "
-            "ComfyUI's; leave stock_vae unconnected (cache.latent_source), and give clips in place of latents"
-        )
+        why = f"{variant.name} is also given the first frame as its own VAE encodes it, and not ComfyUI's"
+        raise ValueError(f"{why}; leave stock_vae unconnected (cache.latent_source), and give clips, no latents")
 
 
 def comfy_texts(
     settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders, *, of_tokens: bool = False
 ) -> ComfyTexts:
-    """The source that settings.text_source names.
-
-    Args:
-        of_tokens: whether the encoders compute in every step, so that only what they are given is kept.
-    Raises: ValueError if another CLIP is given than is named.
-    """
+    """The source that settings.text_source names; of_tokens keeps what encoders are given that compute in every step.
+    Raises: ValueError if another CLIP is given than is named."""
     refuse_other(settings.text_source, encoders.clip, "text_source")
     source = ComfyTokens if of_tokens else ComfyTexts
     keeps_all, weighs = reader.comfy.reads_all, settings.caption_weights
@@ -88,27 +82,18 @@ def comfy_texts(
 def comfy_conditions(job: JobConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyConditions:
     """The source of what a job's model is given beside captions."""
     data, cache = job.data, job.cache
-    way = WAYS[data.condition]
+    way, size = WAYS[data.condition], data.reference_megapixels
     names = ((cache.text_source, way.reads_text), (cache.latent_source, True), (cache.vision_source, way.sees))
-    return ComfyConditions(
-        data.condition,
-        tuple(name for name, takes_part in names if takes_part),
-        reader.text_problem,
-        data.reference_megapixels,
-        encoders.conditioner,
-        cache.caption_weights,
-    )
+    used = tuple(name for name, takes_part in names if takes_part)
+    options = reader.text_problem, size, encoders.conditioner, cache.caption_weights
+    return ComfyConditions(data.condition, used, *options)
 
 
 def refuse_unfit_conditions(
     reader: ComfyReader, store: CacheStore, keys: Mapping[Wanted, str], sharing: Set[Wanted]
 ) -> None:
-    """Refuse entries of another model, and what cannot share a batch. Reads headers only.
-
-    Args:
-        sharing: those that may share a batch.
-    Raises: ValueError.
-    """
+    """Refuse entries of another model, and those of sharing that cannot share a batch, by their headers.
+    Raises: ValueError."""
     seen: dict[Any, Shapes] = {}
     for wanted, key in keys.items():
         _, condition = wanted
@@ -118,10 +103,7 @@ def refuse_unfit_conditions(
         cut = condition.control or condition.clip
         group = condition.sizes, cut and (cut.crop[2:], len(cut.frames))
         if wanted in sharing and seen.setdefault(group, shapes) != shapes:
-            raise ValueError(
-                f"train.batch_size is above 1, but what conditions {condition.paths[0]} has other sizes than another's "
-                "and cannot share a batch; set batch_size 1 (gradient_accumulation_steps does the same)"
-            )
+            raise ValueError(_ONE_EACH.format(f"{condition.paths[0]} has conditions of other sizes than another"))
 
 
 def refuse_other(named: str, given: Any, key: str) -> None:
@@ -131,12 +113,8 @@ def refuse_other(named: str, given: Any, key: str) -> None:
 
 
 def refuse_unfit_texts(reader: ComfyReader, store: CacheStore, keys: Mapping[str, str], sharing: Set[str]) -> None:
-    """Refuse entries of another model, and texts that cannot share a batch. Reads headers only.
-
-    Args:
-        keys: by caption. sharing: captions that may share a batch.
-    Raises: ValueError.
-    """
+    """Refuse entries of another model, by caption, and captions of sharing that cannot share a batch, by their headers.
+    Raises: ValueError."""
     lengths = {}
     for caption, key in keys.items():
         shapes = store.shapes(key)
@@ -146,28 +124,19 @@ def refuse_unfit_texts(reader: ComfyReader, store: CacheStore, keys: Mapping[str
     shared = {caption: lengths[caption] for caption in sharing}
     if len(set(shared.values())) > 1:
         longest = max(shared, key=lambda caption: (shared[caption], caption))
-        raise ValueError(
-            f"train.batch_size is above 1, but ComfyUI's CLIP encodes the captions to {min(shared.values())} to "
-            f"{shared[longest]} tokens, which cannot share a batch; set batch_size 1 (gradient_accumulation_steps "
-            f"does the same), or shorten the longest, {longest[:80]!r}"
-        )
+        found = f"ComfyUI's CLIP encodes the captions to {min(shared.values())} to {shared[longest]} tokens"
+        raise ValueError(f"{_ONE_EACH.format(found)}, or shorten the longest, {longest[:80]!r}")
 
 
 def refuse_unfit_latents(reader: ComfyReader, store: CacheStore, keys: Mapping[ImageRequest, str]) -> None:
-    """Refuse entries of another model's VAE; reads headers only.
-
-    Raises: ValueError.
-    """
+    """Refuse entries of another model's VAE; reads headers only. Raises: ValueError."""
     for request, key in keys.items():
         if reason := reader.latents_problem(store.shapes(key), len(request.frames) or 1):
             raise ValueError(f"ComfyUI's VAE does not fit: of {request.path}, {reason}")
 
 
 def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
-    """The samples of a list, by their shapes only.
-
-    Raises: ValueError naming those that do not fit the model.
-    """
+    """The samples of a list, by their shapes only. Raises: ValueError naming those that do not fit the model."""
     pairs = load_encoded(path)
     problems = []
     for number, pair in enumerate(pairs, start=1):
@@ -206,17 +175,10 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
 
 
 def refuse_batches_with_sound(samples: Sequence[TrainingSample], batch_size: int) -> None:
-    """LTX-2 gates what goes between a video and its sound by the largest noise level of a batch; songs of folders have
-    lyrics of any length.
-
-    Raises: ValueError for batches of several samples with sound.
-    """
+    """LTX-2 gates what goes between a video and its sound by the largest noise level of a batch; songs have lyrics.
+    Raises: ValueError for batches of several samples with sound."""
     if batch_size > 1 and any(sample.has_sound for sample in samples):
-        raise ValueError(
-            "train.batch_size is above 1, but this model mixes the noise levels of a batch where a LATENT has sound, "
-            "or its CONDITIONING a ref_audio, and songs have lyrics of any length; set batch_size 1 "
-            "(gradient_accumulation_steps does the same)"
-        )
+        raise ValueError(_ONE_EACH.format("there is sound, whose noise levels are mixed and whose lyrics differ"))
 
 
 def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
@@ -224,10 +186,8 @@ def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
     keys = dict.fromkeys(key for sample in samples for key in (sample.latents_key, *sample.text_keys))
     missing = [key for key in keys if key not in store]
     if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(keys)} entries of the encoded dataset are gone from {store.folder}; run the "
-            "Dataset from Latents and Conditioning node again"
-        )
+        gone = f"{len(missing)} of {len(keys)} entries of the encoded dataset are gone from {store.folder}"
+        raise ValueError(f"{gone}; run the Dataset from Latents and Conditioning node again")
 
 
 def resolution_of(samples: Sequence[TrainingSample], latent: LatentSpec) -> int:

@@ -26,10 +26,10 @@ from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import read_latents, read_text, with_silence
 from ..families.registry import COMFYUI
-from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
+from ..parallel.devices import find_device, release_cached_memory
 from ..system.progress import Pace
 from ..training.batches import CachedSamples
-from .checked_job import JobPlan, caption_reader, comfy_reader, component_folder, vae_path, without_conditions
+from .checked_job import JobPlan, without_conditions
 from .comfy_entries import (
     NO_ENCODERS,
     ComfyEncoders,
@@ -45,6 +45,7 @@ from .comfy_entries import (
 
 CachePart = Literal["captions", "latents", "conditions"]
 CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents", "conditions")
+_NOT_LOADED = "the job names encoders that only ComfyUI loads, and nothing has loaded them"  # no other may stand in
 
 
 def cache_store(job: JobConfig) -> CacheStore:
@@ -61,11 +62,7 @@ def cache_job(
     encoders: ComfyEncoders = NO_ENCODERS,
 ) -> tuple[CachedSamples, CachedSamples | None]:
     """Compute the captions and latents that the cache does not hold yet; returns training and evaluation data.
-
-    Args:
-        encoders: those that cache.text_source and cache.latent_source name, if something may have to be computed.
-    Raises: what fill_cache raises; ValueError for entries that do not fit the model.
-    """
+    Raises: what fill_cache raises; ValueError for entries that do not fit the model."""
     store, settings = cache_store(plan.job), plan.job.cache
     if plan.encoded:
         refuse_missing(plan.encoded, store)
@@ -75,27 +72,12 @@ def cache_job(
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
     conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
-        refuse_unfit_texts(caption_reader(plan), store, {text: key for text, (key,) in texts.items()}, _sharing(plan))
+        refuse_unfit_texts(plan.caption_reader, store, {text: key for text, (key,) in texts.items()}, _sharing(plan))
     if settings.latent_source:
-        refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
+        refuse_unfit_latents(plan.reader, store, latent_keys)
     if conditions:
         sharing = wanted_conditions(plan.job, plan.samples) if plan.job.train.batch_size > 1 else ()
-        refuse_unfit_conditions(comfy_reader(plan), store, conditions, set(sharing))
-
-    def recompute(key: str) -> None:
-        """Compute one entry while the model trains; random numbers stay as they are.
-
-        Raises: what fill_cache raises; RuntimeError where the device has no room beside the model.
-        """
-        states = random_states(plan.placement.used_devices)
-        made: tuple[Mapping[Any, Any], ...] = texts, latent_keys, conditions
-        try:
-            for part, keys in zip(CACHE_PARTS, made, strict=True):
-                wanted = [item for item, own in keys.items() if key in ([own] if isinstance(own, str) else own)]
-                for source in _work(plan, part, encoders)[1] if wanted else ():
-                    fill(wanted[:1], source, store)
-        finally:
-            restore_random_states(states)
+        refuse_unfit_conditions(plan.reader, store, conditions, set(sharing))
 
     def with_keys(sample: Sample) -> Sample:
         own, empty = (text_keys(text, sample.condition, texts, conditions) for text in (sample.caption, ""))
@@ -105,7 +87,7 @@ def cache_job(
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         prompts = {each: texts[each] for each in ("", *plan.job.samples.prompts)}
-        return replace(_cached(plan, list(map(with_keys, samples))), prompt_keys=prompts, recompute=recompute)
+        return replace(_cached(plan, list(map(with_keys, samples))), prompt_keys=prompts)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 
@@ -132,12 +114,7 @@ def fill_prompts(
     events: EventLog,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Encode the job's prompts by ComfyUI's CLIP, as its captions were.
-
-    Args:
-        info: the job's model if it was read already.
-    Raises: as fill_cache; ValueError for a CLIP that is not the captions'.
-    """
+    """Encode the job's prompts by ComfyUI's CLIP, as its captions were. Raises: as fill_cache."""
     info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
     reader = make_comfy_reader(info.family, info.variant or info.family.variants[0], info.config)
     source, pace = comfy_texts(job.cache, without_conditions(reader), encoders), Pace()
@@ -161,10 +138,10 @@ def text_keys(
 def _cached(plan: JobPlan, samples: Sequence[TrainingSample]) -> CachedSamples:
     readers: dict[str, Any] = {}
     if plan.encoded or plan.job.cache.text_source:
-        readers["read_text"] = partial(read_text, comfy_reader(plan).comfy)
+        readers["read_text"] = partial(read_text, plan.reader.comfy)
     if plan.encoded or plan.job.cache.latent_source:
-        readers["read_latents"] = partial(read_latents, comfy_reader(plan).comfy)
-        readers["add_silence"] = partial(with_silence, comfy_reader(plan).comfy)
+        readers["read_latents"] = partial(read_latents, plan.reader.comfy)
+        readers["add_silence"] = partial(with_silence, plan.reader.comfy)
     return CachedSamples(
         cache_store(plan.job),
         samples,
@@ -187,9 +164,9 @@ def fill_cache(
     """Compute what this part of the cache does not hold yet; text encoders or VAE are freed before this returns.
 
     Args:
+        encoders: those that cache.text_source and cache.latent_source name, if something may have to be computed.
         outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
-    Returns: the entries of each caption, one of every text encoder, or the entry of each image request or condition; {}
-        for a dataset that arrived encoded.
+    Returns: the entries of each caption, one of every text encoder, or the entry of each image request or condition.
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
         naming the images that cannot be read. What was done stays in the cache.
     """
@@ -217,9 +194,10 @@ def _work(
             captions, settings = captions_of(plan.job, samples), plan.job.cache
             if settings.text_source:
                 of_tokens = plan.job.lora.text_encoder
-                return captions, [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=of_tokens)]
-            _refuse_unnamed(settings.has_stock_text)
-            folder = component_folder(plan, settings.text_encoders, "text_encoders")
+                return captions, [comfy_texts(settings, plan.caption_reader, encoders, of_tokens=of_tokens)]
+            if settings.has_stock_text:
+                raise RuntimeError(_NOT_LOADED)
+            folder = plan.component_folder(settings.text_encoders, "text_encoders")
             dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
             return captions, [
                 FolderTexts(spec, folder, settings.text_device, dtype, settings.text_quantize, window_bytes)
@@ -229,13 +207,7 @@ def _work(
             return [each.image_request() for each in samples], [_latent_source(plan, encoders)]
         case "conditions":
             wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
-            return wanted, [comfy_conditions(plan.job, comfy_reader(plan), encoders)] if wanted else []
-
-
-def _refuse_unnamed(is_asked: bool) -> None:
-    """Raises: RuntimeError where ComfyUI's encoders are asked for and nobody loaded them: others must not stand in."""
-    if is_asked:
-        raise RuntimeError("the job names encoders that only ComfyUI loads, and nothing has loaded them")
+            return wanted, [comfy_conditions(plan.job, plan.reader, encoders)] if wanted else []
 
 
 def _latent_source(plan: JobPlan, encoders: ComfyEncoders) -> LatentSource:
@@ -243,12 +215,13 @@ def _latent_source(plan: JobPlan, encoders: ComfyEncoders) -> LatentSource:
     if settings.latent_source:
         refuse_other(settings.latent_source, encoders.vae, "latent_source")
         refuse_other(settings.audio_source, encoders.audio_vae, "audio_source")
-        reader = comfy_reader(plan)
+        reader = plan.reader
         of_sound = settings.audio_source, encoders.audio_vae, reader.comfy.sound
         return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae, *of_sound)
-    _refuse_unnamed(settings.has_stock_latents)
+    if settings.has_stock_latents:
+        raise RuntimeError(_NOT_LOADED)
     device = find_device(settings.vae_device) if settings.vae_device else plan.placement.main_device
-    return FolderLatents(plan.family, plan.variant, vae_path(plan), device, getattr(torch, settings.dtype))
+    return FolderLatents(plan.family, plan.variant, plan.vae_path, device, getattr(torch, settings.dtype))
 
 
 def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
@@ -267,10 +240,7 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
 
 
 def captions_of(job: JobConfig, samples: Iterable[Sample]) -> list[str]:
-    """Of all samples, the empty one, and the prompts that pictures are drawn of.
-
-    Where the text encoder is shown a sample's references, the sample's own caption is encoded with them.
-    """
+    """Of all samples that are not encoded with their references, the empty one, and the prompts of pictures."""
     captions = set() if _has_own_texts(job) else {caption for sample in samples for caption in sample.captions}
     return sorted({"", *captions, *job.samples.prompts})
 
@@ -300,14 +270,12 @@ def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], Non
     """A function that emits progress, with a rate and the time left."""
 
     def tell(done: int, total: int, what: str) -> None:
-        pace.update(done)
-        events.emit("progress", done, total, what=what, per_second=pace.per_second, left_s=pace.left_s(total))
+        events.emit("progress", done, total, what=what, **pace.update(done, total))
 
     return tell
 
 
 # ---- reading all of a cache, and deleting what nobody needs
-
 
 _MAX_NAMES = 20  # of a kind that a report spells out
 
@@ -324,12 +292,10 @@ class Pruned:
     jobs: list[str] = field(default_factory=list)
 
     def report(self) -> str:
-        size = f"{self.num_bytes} bytes ({self.num_bytes / 1e9:.2f} GB)"
         jobs = self.jobs[0] if len(self.jobs) == 1 else f"any of {', '.join(self.jobs)}"
-        needed = f"{self.kept} entries that {jobs} may need are kept"
-        if self.spared:
-            needed += f", and {self.spared} that a run under way may need"
-        return f"cache: {self.folder}\n{self.deleted} entries deleted, {size}; {needed}"
+        spared = f", and {self.spared} that a run under way may need" if self.spared else ""
+        deleted = f"{self.deleted} entries deleted, {self.num_bytes} bytes ({self.num_bytes / 1e9:.2f} GB)"
+        return f"cache: {self.folder}\n{deleted}; {self.kept} entries that {jobs} may need are kept{spared}"
 
 
 def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> tuple[list[str], int]:
@@ -356,8 +322,7 @@ def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> li
     """Delete from the jobs' folders what neither they nor a run under way needs, and what killed processes have left.
 
     Args:
-        plans: by a name for the report. An entry is needed if any of the jobs needs it.
-        parts: all parts of the cache, because an entry's name does not tell which it belongs to.
+        plans: by a name for the report. parts: all, because an entry's name does not tell which it belongs to.
     Raises: OSError naming the file if one cannot be deleted.
     """
     needed = {key for plan in plans.values() for part in parts for key in cache_entries(plan, part)}

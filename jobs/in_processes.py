@@ -3,27 +3,22 @@
 Each process is the command `devicebridge` with a job file. Its events are read from the run folder as it writes them,
 its result at the end from the last checkpoint. A stop reaches all: each ends its step, saves, and is waited for.
 
-A pair of experts is two transformers, one for the high and one for the low half of the noise (Wan 2.2 A14B), of which
-neither sees what the other learns. Each job is what a user would write for that expert alone, so its LoRA is the same
-bytes. `devicebridge cache` checks both jobs and fills the cache first, and is gone before the models load. This process
-never starts CUDA, which would take memory of every card. LoRA files are named as the published ones of such models:
-<name>_high_noise.safetensors and <name>_low_noise.safetensors, each in its own folder below the job's.
+A pair of experts is two transformers, one for the high and one for the low half of the noise (Wan 2.2 A14B). Each job
+is what a user would write for that expert alone, so its LoRA is the same bytes. `devicebridge cache` checks both jobs
+and fills the cache first. This process never starts CUDA, which would take memory of every card.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from ..checkpoints.checkpoint import read_checkpoint
 from ..config.job import JobConfig, Resume, save_for_process
@@ -33,7 +28,7 @@ from ..families.registry import FAMILIES
 from ..families.spec import Variant
 from ..runs.queue import train_command
 from ..runs.record import run_lock
-from ..system.processes import Running, start
+from ..system.processes import start
 from ..system.stopping import STOPPED, Requests
 from ..system.telling import errors_in
 from ..training.loop import checkpoint_folder
@@ -68,20 +63,17 @@ class JobProcess:
         self._is_asked = False
         self._folder = Path(job.output.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._tail: EventTail
-        self._running: Running
-        self._printed: TextIO
         self._unfinished, self._is_warned = "", False  # its last line, and whether the one before was of a warning
 
     @contextmanager
     def started(self) -> Iterator[None]:
         """While it may run."""
-        log, begin = self._folder / LOG, partial(start, stop_timeout_s=_SAVING_S, orphan_timeout_s=_SAVING_S)
+        log = self._folder / LOG
         self._tail = EventTail(self._folder)
         with (
             log.open("wb") as output,
             log.open(encoding="utf-8", errors="replace") as self._printed,
-            begin(self._command, folder=self._file.parent, output=output) as self._running,
+            start(self._command, folder=self._file.parent, output=output, stop_timeout_s=_SAVING_S) as self._running,
         ):
             yield
 
@@ -99,16 +91,14 @@ class JobProcess:
             return
         self.is_over, self.is_finished = True, code == 0
         if code and code != STOPPED and not (self._is_asked and code in _ENDED_BEFORE_IT_LISTENED):
-            # What the rank that failed first said; others only lose it.
-            log, timeout_s = self._folder / LOG, self.job.parallel.timeout_s
+            log = self._folder / LOG
             text = log.read_text(encoding="utf-8", errors="replace")
             errors = errors_in(text)
-            causes = [each for each in errors if not any(part in each for part in _CONSEQUENCES)]
-            if re.search(r"^Timeout \(", text, re.MULTILINE):  # faulthandler's, before it ends a rank
-                causes.append(
-                    f"a process took longer than parallel.timeout_s ({timeout_s:g} s); raise it if that was work"
-                )
-            cause = next(iter(causes or errors), "nothing was said")
+            if "\nTimeout (" in f"\n{text}":  # faulthandler's, before it ends a rank
+                limit = f"parallel.timeout_s ({self.job.parallel.timeout_s:g} s)"
+                errors.append(f"a process took longer than {limit}; raise it if that was work")
+            causes = (each for each in errors if not any(part in each for part in _CONSEQUENCES))
+            cause = next(causes, (errors or ["nothing was said"])[0])  # of the rank that failed first; others lose it
             self.error = f"{cause} (exit code {code}; all that the processes printed is in {log})"
 
     def ask_to_stop(self) -> None:
@@ -179,17 +169,14 @@ _PER_DEVICE = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blo
 
 def expert_jobs(job: JobConfig, devices: Sequence[str]) -> dict[str, JobConfig]:
     """The jobs of "high_noise" and "low_noise", in this order. The first half of the devices is the first one's.
-
-    Raises: ValueError for a model that is no half of a pair, for the same expert twice, or settings per device that
-        are not as many as there are devices.
-    """
+    Raises: ValueError for no half of a pair, the same expert twice, or other than one setting per device."""
     first = read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = first.variant or first.family.variants[0]
     if not variant.partner:
-        pairs = [each.name for family in FAMILIES.values() for each in family.variants if each.partner]
+        pairs = ", ".join(each.name for family in FAMILIES.values() for each in family.variants if each.partner)
         raise ValueError(
             f"model.second_expert names the other expert of a pair, but {job.model.path} is {variant.name}, which is "
-            f"whole; remove it, or name with model.variant which it is: {', '.join(pairs)}"
+            f"whole; remove it, or name with model.variant which it is: {pairs}"
         )
     partner = first.family.variant(variant.partner)
     second = read_checkpoint(job.model.second_expert, first.family.name, partner.name)
@@ -219,12 +206,9 @@ def _expert_job(
 ) -> JobConfig:
     folder = Path(job.output.folder)
     for setting in _PER_DEVICE:
-        values = getattr(job.split, setting)
-        if values and len(values) != len(devices):
-            raise ValueError(
-                f"split.{setting} has {len(values)} values, but the devices of both experts are "
-                f"{', '.join(devices)}; give one each"
-            )
+        if (count := len(getattr(job.split, setting))) not in (0, len(devices)):
+            both = ", ".join(devices)
+            raise ValueError(f"split.{setting} has {count} values, but the devices of both are {both}; give one each")
     own = {setting: getattr(job.split, setting)[share] for setting in _PER_DEVICE}
     return replace(
         job,
@@ -235,14 +219,6 @@ def _expert_job(
     )
 
 
-@dataclass(frozen=True)
-class PairResult:
-    """How both trainings ended, by expert; {} if the job was stopped before they began."""
-
-    experts: Mapping[str, TrainingResult]
-    is_finished: bool
-
-
 def run_pair(
     job: JobConfig,
     devices: Sequence[str],
@@ -250,54 +226,45 @@ def run_pair(
     resume: Resume = False,
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
-) -> PairResult:
-    """Train both experts to their end, or until should_stop() is true; then both are saved.
+) -> dict[str, TrainingResult]:
+    """Train both experts to their end, or until should_stop() is true; then both are saved. How those that were begun
+    ended, by expert.
 
-    With one device they follow each other. Where one fails, the other is stopped. Both are resumed together; one that
-    is done has nothing left to do.
+    With one device they follow each other. Where one fails, the other is stopped. Events have the "expert".
 
-    Args:
-        devices: of both, in order.
-        on_event: hears everything; values has the "expert".
     Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training
         failed, or the process that runs in the same folder.
     """
     folder = Path(job.output.folder)
-    with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private:
+    with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private, ExitStack() as stack:
         experts = expert_jobs(job, devices)
+        events = stack.enter_context(EventLog(folder, on_event))
         at_once = num_at_once(experts)
-        files = {}
+        files = {name: Path(private) / name / "job.toml" for name in experts}
         for name, each in experts.items():
-            own_folder = Path(each.output.folder)
-            files[name] = Path(private) / own_folder.name / "job.toml"
-            # The other is for whoever wants to run it alone. No process reads it: it may lie where browsers send files.
-            for file in (own_folder / "job.toml", files[name]):
-                save_for_process(each, file)
-        with EventLog(folder, on_event) as events:
+            save_for_process(each, files[name])
+            # For whoever wants to run it alone. No process reads it: it may lie where browsers send files.
+            save_for_process(each, Path(each.output.folder) / "job.toml")
 
-            def process(own: JobConfig, file: Path, command: Sequence[str | Path], name: str) -> JobProcess:
-                def pass_on(event: Event) -> None:
-                    events.emit(event.kind, event.step, event.total, **{**event.values, "expert": name})
+        def process(name: str, expert: str, *command: str | Path) -> JobProcess:
+            def pass_on(event: Event) -> None:
+                events.emit(event.kind, event.step, event.total, **{**event.values, "expert": name})
 
-                return JobProcess(own, command, file, pass_on, name)
+            return JobProcess(experts[expert], command, files[expert], pass_on, name)
 
-            (first, *_), (file, *_) = experts.values(), files.values()
-            caches = process(first, file, [sys.executable, _MAIN, "cache", *files.values()], "caches")
-            share = ["--host-share", str(at_once)]
-            trainings = [
-                process(each, files[name], [*train_command(each, files[name], (), resume=resume), *share], name)
-                for name, each in experts.items()
-            ]
-            done: list[JobProcess] = []
-            for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:
-                if not all(each.is_finished for each in done):
-                    continue
-                run_all(at_a_time, should_stop)
-                done += at_a_time
-                if failed := next((each for each in at_a_time if each.error), None):
-                    steps = {each.name: each.result().step for each in at_a_time if not each.error}
-                    saved = (
-                        f"; {name} was stopped and saved after step {step}" for name, step in steps.items() if step
-                    )
-                    raise RuntimeError(f"{failed.name}: {failed.error}{''.join(saved)}")
-        return PairResult({each.name: each.result() for each in done[1:]}, all(each.is_finished for each in done))
+        def training(name: str) -> JobProcess:
+            command = train_command(experts[name], files[name], (), resume=resume)
+            return process(name, name, *command, "--host-share", str(at_once))
+
+        caches = process("caches", next(iter(experts)), sys.executable, _MAIN, "cache", *files.values())
+        trainings, done = list(map(training, experts)), list[JobProcess]()
+        for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:
+            if not all(each.is_finished for each in done):
+                continue
+            run_all(at_a_time, should_stop)
+            done += at_a_time
+            if failed := next((each for each in at_a_time if each.error), None):
+                steps = {each.name: each.result().step for each in at_a_time if not each.error}
+                saved = (f"; {name} was stopped and saved after step {step}" for name, step in steps.items() if step)
+                raise RuntimeError(f"{failed.name}: {failed.error}{''.join(saved)}")
+        return {each.name: each.result() for each in done[1:]}

@@ -1,7 +1,7 @@
-"""A whole job, from its config to a LoRA file. run_job, at the end, is the way from top to bottom.
+"""A whole job, from its config to a LoRA file: run_job is the way from top to bottom.
 
 Everything that can be refused is refused before weights are loaded. Text encoders and VAE are gone before the
-transformer comes. The command line and the nodes call the same functions.
+transformer comes.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
 from ..training.state import TrainingState, list_checkpoints
 from .build import build_trainer
-from .checked_job import JobPlan
+from .checked_job import JobPlan, ReadJob
 from .checks import check_places, check_tools, give_cautions, refuse_overlaps, refuse_repeats, refuse_stills
 from .encode_job import cache_job, cache_store
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
-from .rank_plans import resolve_here
 from .ranks import (
     cached_once,
     facts_for_all,
     is_placed_anew,
     locked_folder,
     refuse_other_jobs,
+    resolve_here,
     state_for_all,
     unless_stopped,
 )
-from .read_job import ReadJob, find_start, read_job
+from .read_job import find_start, read_job, subject_of
 from .resolve import Machine, find_machine, in_type_of_cards, plan_on
 from .resume import TrainingResult, as_decided, find_identity, placement_facts
 
@@ -61,28 +61,22 @@ def plan_job(
     """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
 
     Args:
-        info, has_data: what need not be there either, see read_job.
-        host_share: jobs that share this machine's free memory.
+        info, has_data: see read_job. host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
     if shards_weights(strategy := job.parallel.requested):
-        raise ValueError(
-            f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; plan with '
-            '"auto", or start the job: what fits is said before the first step'
-        )
+        helps = 'plan with "auto", or start the job: what fits is said before the first step'
+        raise ValueError(f'parallel.strategy = "{strategy}" is of several processes, and this plan of one; {helps}')
     read = read_job(job, info, has_data=has_data, should_stop=should_stop)
     if cards:
-        return plan_on(read.job, read.subject, Machine((), tuple(cards)))
+        return plan_on(read.job, subject_of(read), Machine((), tuple(cards)))
     try:
         machine = find_machine(read.job.split.devices, host_share)
     except ValueError as error:
         raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "2x24GB"') from error
     if machine.cards is None:
-        raise ValueError(
-            "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
-            'with --cards, such as "2x24GB"'
-        )
-    return plan_on(read.job, read.subject, machine)
+        raise ValueError('this machine has no card whose memory torch can tell; name some with --cards, as "2x24GB"')
+    return plan_on(read.job, subject_of(read), machine)
 
 
 def check_job(
@@ -97,10 +91,8 @@ def check_job(
     """Everything that can be refused before weights are loaded.
 
     Args:
-        info: the job's model, if it was read already.
+        info, host_share, ranks: see run_job.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
-        host_share: jobs that share the host's free memory.
-        ranks: the processes that will run it, each calling this.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
@@ -129,27 +121,21 @@ def _resolve_and_check(
         refuse_overlaps(read.job)
     schedule = make_noise_schedule(read.job.objective, read.info.family, read.variant)
     refuse_stills(read)
-    resolved = resolve_here(read.job, read.subject, ranks, host_share, earlier, is_to_train=is_to_train)
+    resolved = resolve_here(read.job, subject_of(read), ranks, host_share, earlier, is_to_train=is_to_train)
     info, execution = read.info, resolved.execution
     if is_to_train:
         info, execution = in_type_of_cards(resolved, info, ranks)
     plan = JobPlan(
-        job=resolved.job,
-        info=info,
-        variant=read.variant,
+        **{**vars(read), "job": resolved.job, "info": info},
         execution=execution,
         schedule=schedule,
-        samples=read.samples,
-        eval_samples=read.eval_samples,
-        encoded=read.encoded,
         training=resolved.training,
-        targets=read.targets,
         start=find_start(read) if is_to_train and is_new else {},
     )
     check_tools(plan)
     if is_to_train:
         warn_of_losses(plan)
-        check_places(plan.job, is_writer=ranks.is_first)
+        check_places(plan.job)
         give_cautions(plan)
     return plan
 
@@ -170,8 +156,7 @@ def run_job(
 
     Args:
         info: the job's model, if it was read already, as only ComfyUI can read its own.
-        resume: see go_on.
-        host_share: jobs that share the host's free memory.
+        resume: see go_on. host_share: jobs that share the host's free memory.
         ranks: the processes that run this job, each calling this; the first one writes, tells and stops for all.
     Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
         process runs in its output folder, or for what broke on the way, with what is saved.

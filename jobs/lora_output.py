@@ -96,9 +96,7 @@ def warn_of_losses(plan: JobPlan) -> None:
 
 def lora_metadata(plan: JobPlan) -> dict[str, str]:
     """What the file says of itself: ss_* as other trainers write it, modelspec, and our config.
-
-    No paths and no dates: they would tell about the user's machine, and make equal results unequal files.
-    """
+    No paths and no dates: they would tell about the user's machine, and make equal results unequal files."""
     job = plan.job
     resolution = plan.resolution
     text_source, latent_source = job.cache.text_source, job.cache.latent_source

@@ -1,7 +1,4 @@
-"""What quantizing a model will do to it, said before any weight is loaded: sizes and layers left alone.
-
-All comes from the checkpoint's header.
-"""
+"""What quantizing a model will do to it, said from the checkpoint's header: sizes and layers left alone."""
 
 from __future__ import annotations
 
@@ -24,14 +21,11 @@ from ..quantization.quantize import (
     Groups,
     Quantizer,
     QuantizeSettings,
-    layer_class,
     refusal,
     stored_linear_bytes,
     total_bytes,
 )
 from .resolve import Machine, find_machine
-
-_NUM_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -39,11 +33,9 @@ class QuantizePreview:
     """What will become of a model's weights.
 
     Args:
-        settings: None where nothing is quantized.
-        dtype: that the model computes in and holds the rest in.
+        settings: None where nothing is quantized. dtype: that the model computes in and holds the rest in.
         groups: modules with weights of their own by what happens to them: QUANTIZED, KEPT, NOT_LINEAR.
-        num_stored: tensors that the file holds in 8 bits already, by type as torch spells it.
-        num_taken: how many of them are kept as they are.
+        num_stored: tensors that the file holds in 8 bits already, by type. num_taken: those that are kept as they are.
     """
 
     settings: QuantizeSettings | None
@@ -67,15 +59,9 @@ class QuantizePreview:
         """summary, what is left alone and why, and what the file holds in 8 bits already."""
         lines = [self.summary()]
         if self.settings is not None:
-            kept, others = self.groups[KEPT], self.groups[NOT_LINEAR]
-            # the layer class of a module inside a list, else the part of the model it belongs to
-            found = [(layer_class(fqn), fqn.partition(".")[0]) for fqn in kept]
-            classes = list(dict.fromkeys(name if "*" in name else part for name, part in found))
-            named = ", ".join(classes[:_NUM_NAMED]) + (", ..." if len(classes) > _NUM_NAMED else "")
-            size = f", {_gb(total_bytes({KEPT: kept})[1])} ({named})" if kept else ""
-            lines.append(f"{self.dtype}: {len(kept)} linears the family keeps{size}")
-            size = _gb(total_bytes({NOT_LINEAR: others})[1])
-            lines.append(f"{self.dtype}: {len(others)} layers that are no linears (norms, tables), {size}")
+            for group, what in ((KEPT, "linears the family keeps"), (NOT_LINEAR, "layers that are no linears")):
+                found = self.groups[group]
+                lines.append(f"{self.dtype}: {len(found)} {what}, {_gb(total_bytes({group: found})[1])}")
             lines.append("LoRA: attached later, never quantized")
         if self.num_stored:
             types = ", ".join(f"{count} in {name}" for name, count in self.num_stored.items())
@@ -99,14 +85,9 @@ def foresee_scheme(machine: Machine, info: CheckpointInfo) -> ModelScheme:
 def preview_model(
     config: ModelConfig, devices: Sequence[str] = (), info: CheckpointInfo | None = None
 ) -> QuantizePreview:
-    """The preview of a model whose training is not set up yet.
-
-    Args:
-        devices: that will train it; () takes every GPU, or else the CPU.
-        info: the model, if it was read already, as only ComfyUI can read its own.
+    """The preview of a model on these devices, () for all; info if it was read already.
     Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
-        works.
-    """
+    works."""
     settings, used = config.quantize_settings, find_machine(devices).devices
     if settings and (reason := refusal(settings, used)):
         raise ValueError(reason)

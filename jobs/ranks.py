@@ -1,57 +1,64 @@
-"""A job on several processes (ranks): what all of them compare, and what only the first one does.
+"""A job on several processes (ranks): what all compare, what only the first does, and how each trains its share.
 
-What must not differ between ranks is decided by the first. Everything that a run leaves on the disk is written by the
-first rank, and what it reads from there (a checkpoint to resume) it hands to the others: they need no run folder. How
-each rank trains its share is in rank_plans.py.
+Everything that a run leaves on the disk is written by the first rank, and what it reads from there (a checkpoint to
+resume) it hands to the others: they need no run folder. Each rank resolves the job for its own devices, as if it were
+alone with its share of the microbatches. The first one decides the strategy between ranks, scheme and optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ..config.job import JobConfig, Resume, shared_settings
+from ..config.model import Strategy, shards_weights, shares_rows
+from ..config.setting import requested
 from ..encoding.encode import Stopped
+from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks, joined
 from ..parallel.ranks.place import RankPlace, own_devices
+from ..planning.cards import Card, cards_of
+from ..planning.dry_run import NoForecast
+from ..planning.plan import TrainingPlan
+from ..planning.search import HEADROOM
 from ..runs.record import run_lock
 from ..system.files import tensors_as_bytes
 from ..system.stopping import Requests
 from ..training.batches import CachedSamples
 from ..training.state import TrainingState
 from ..version import VERSION
-from .read_job import ReadJob
-from .resolve import find_machine
+from .checked_job import ReadJob, Subject, held_bytes
+from .resolve import Machine, Resolution, find_machine, plan_on, resolve
 from .resume import find_state, go_on
 
+_log = logging.getLogger(__name__)
+_FREE_SHARE = 0.9  # as for one process: the rest is a first guess at activations, LoRA and optimizer
+UNLIMITED_GB = (100_000.0,)  # for what is not checked by its size
 T = TypeVar("T")
 Data = tuple[CachedSamples, CachedSamples | None]
-_FILES = {"model": "the weights at model.path", "start": "the LoRA layers at lora.start_from"}
 _LONGEST = 80  # characters of a value
 
 
 @contextmanager
 def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -> Iterator[Ranks]:
     """The ranks of a job while they are connected.
-
-    Raises: ValueError for a job that several processes cannot train, or devices that they cannot share out.
-    """
-    if job.model.second_expert:
-        raise ValueError(
-            f"model.second_expert names {job.model.second_expert}, and several processes train one model; remove it "
-            "and train one expert after the other, or start without parallel.processes, --nproc and torchrun"
-        )
-    if job.lora.text_encoder:
-        raise ValueError(
-            "lora.text_encoder trains in one process, for each would need the text encoders; start without "
-            "parallel.processes, --nproc and torchrun, or remove it"
-        )
+    Raises: ValueError for a job that several processes cannot train, or devices that they cannot share out."""
+    for key, given in (("model.second_expert", job.model.second_expert), ("lora.text_encoder", job.lora.text_encoder)):
+        if given:
+            raise ValueError(
+                f"{key} = {given!r} is trained in one process; remove it, or start without parallel.processes, --nproc "
+                "and torchrun"
+            )
     devices = own_devices(find_machine(job.split.devices).devices, place)
     with joined(place, devices, job.parallel.timeout_s, own_stop) as ranks:
         yield ranks
@@ -59,14 +66,10 @@ def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -
 
 def refuse_other_jobs(job: JobConfig, identity: Mapping[str, Any], ranks: Ranks, *, is_new: bool) -> None:
     """Ranks that differ in settings, model or beginning would add up gradients of different models; all ranks.
-
-    Args:
-        job: as this rank was given it. identity: see find_identity.
-        is_new: whether nothing is resumed; a resumed run does not read the LoRA that it began with.
-    Raises: ValueError on the first rank, and RankFailed on the others, naming what differs and on which ranks.
-    """
-    names = ["model", *["start"] * is_new]
-    own = {**shared_settings(job), "version of DeviceBridge": VERSION, **{name: identity[name] for name in names}}
+    A resumed run, which is not is_new, does not read the LoRA that it began with.
+    Raises: ValueError on the first rank, and RankFailed on the others, naming what differs and on which ranks."""
+    files = {"files of the model": identity["model"], "lora.start_from": identity["start"] if is_new else ""}
+    own = {**shared_settings(job), "version of DeviceBridge": VERSION, **files}
     given = ranks.gather([f"rank {ranks.place.rank} ({platform.node()})", own])
 
     def refuse() -> None:
@@ -81,22 +84,13 @@ def refuse_other_jobs(job: JobConfig, identity: Mapping[str, Any], ranks: Ranks,
 
 
 def differing_ranks(given: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    """A line for everything in which ranks differ, with the first rank of each kind.
-
-    Args:
-        given: where each rank is, and its settings.
-    """
+    """A line for everything in which ranks differ, with the first rank of each kind; given has place and settings."""
     for name in sorted({name for _, own in given for name in own}):
         kinds: dict[str, str] = {}
         for where, own in given:
             value = own.get(name)
             kinds.setdefault(repr(value[0] if isinstance(value, list) and len(value) == 1 else value), where)
-        if len(kinds) < 2:
-            continue
-        first, *others = kinds.values()
-        if name in _FILES:
-            yield f"{name}: {_FILES[name]} are not on {', '.join(others)} what they are on {first}"
-        else:
+        if len(kinds) > 1:
             yield f"{name}: {', '.join(f'{value[:_LONGEST]} on {where}' for value, where in kinds.items())}"
 
 
@@ -148,10 +142,7 @@ def facts_for_all(
 
 
 def unless_stopped(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What work returns on each rank, if none was asked to stop meanwhile; all ranks.
-
-    Raises: Stopped on every rank; else as Ranks.together.
-    """
+    """What work returns on each rank, if none was asked to stop meanwhile; all ranks. Raises: Stopped on every rank."""
     stops: list[Stopped] = []
 
     def attempt() -> T | None:
@@ -176,16 +167,9 @@ def is_placed_anew(state: TrainingState, ranks: Ranks) -> bool:
 
 
 def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Data:
-    """What work returns on each rank; all ranks.
-
-    The first rank of each machine computes what its cache lacks, and the others then read. Machines that have the same
-    folder share the work, as any processes that fill one store do.
-
-    Args:
-        is_encoded: whether there is nothing to compute.
-        work: fills the cache, and reads what is there.
-    Raises: as unless_stopped; ValueError where ranks have other samples.
-    """
+    """What work, which fills the cache and reads it, returns on each rank; all ranks.
+    The first rank of each machine computes what its cache lacks, if not all is_encoded, and the others then read.
+    Raises: as unless_stopped; ValueError where ranks have other samples."""
     is_early = is_encoded or ranks.place.local_rank == 0
     early = unless_stopped(ranks, lambda: work() if is_early else None)
     late = unless_stopped(ranks, lambda: None if is_early else work())
@@ -197,9 +181,8 @@ def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Dat
     def refuse() -> None:
         if order != first:
             raise ValueError(
-                "this rank and the first one do not have the same samples: an image is missing here or there, or "
-                "captions, masks, references, loss weights or encoders differ; give all machines the same files and "
-                "job file"
+                "this rank and the first one do not have the same samples, captions, masks, references, loss weights "
+                "or encoders; give all machines the same files and job file"
             )
 
     ranks.together(refuse)
@@ -207,10 +190,226 @@ def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Dat
 
 
 def order_of(data: Iterable[CachedSamples | None]) -> str:
-    """A hash of what each sample is trained on, in order; ranks that differ in it would train some samples twice and
-    others never, or on other references, masks and weights.
-
-    Raises: OSError if a mask has gone.
-    """
+    """A hash of what each sample is trained on, in order. Raises: OSError if a mask has gone."""
     trained = [each.trained_on(index) for each in data if each is not None for index in range(len(each.samples))]
     return hashlib.sha256(repr(trained).encode()).hexdigest()
+
+
+# ---- how each rank trains its share
+
+# Where ranks share the weights (fsdp, hsdp), the planner is asked for one card with the whole model, larger by what the
+# other cards hold of it. It leaves the usual headroom, and the weights of one block: FSDP has a third gathered for a
+# moment, and NCCL's buffers are in no forecast.
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the frozen weights, as held_bytes gives them: each block, and all else."""
+
+    blocks: Sequence[int]
+    rest: int
+
+    def per_card(self, degree: int) -> int:
+        """Where so many share them: a share, what stays whole, the block at work and the next, gathered ahead."""
+        return (sum(self.blocks) + self.rest) // degree + self.rest + 2 * max(self.blocks)
+
+    def elsewhere(self, degree: int) -> int:
+        """By how much that is less than all of them; negative for a model of few blocks."""
+        return sum(self.blocks) + self.rest - self.per_card(degree)
+
+
+def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> TrainingPlan:
+    """The plan of one card; all processes do the same. What does not fit is planned all the same, with a warning.
+
+    Args:
+        job: with scheme and optimizer decided, and the microbatches of one process. card: the smallest.
+        degree: how many processes share one copy of the weights.
+    Raises: ValueError for a count of blocks that the model does not have; NoForecast.
+    """
+    weights = Weights(*held_bytes(job.model, subject))
+    elsewhere = weights.elsewhere(degree)
+    split = replace(job.split, devices=(), split_at=(), balance="memory", memory_limit_gb=UNLIMITED_GB)
+    split = replace(split, offloaded_blocks=(0,))  # which these strategies do without, as without offloaded activations
+    train, parallel = replace(job.train, offload_activations="off"), replace(job.parallel, strategy="none")
+    alone = replace(job, split=split, train=train, parallel=parallel)
+    more = (elsewhere - max(weights.blocks)) / (1 - HEADROOM)
+    larger = replace(card, usable_bytes=int(card.usable_bytes + more))
+    found = plan_on(alone, subject, Machine((), (larger,)))
+    (device,) = found.devices
+    device = replace(device, weights=device.weights - elsewhere)
+    warning = ""
+    if device.needed > card.usable_bytes:
+        warning = f"{card.name} needs {device.needed / 1e9:.1f} GB by the forecast, of {card.usable_bytes / 1e9:.1f} GB"
+    return replace(found, cards=(card,), devices=(device,), warning=warning)
+
+
+def resolve_here(
+    job: JobConfig,
+    subject: Subject,
+    ranks: Ranks,
+    host_share: int,
+    earlier: Mapping[str, Any] | None,
+    *,
+    is_to_train: bool = True,
+) -> Resolution:
+    """See resolve; of several ranks for this one's devices, and then the strategy may be fsdp or hsdp, too."""
+    strategy = job.parallel.requested
+    if not ranks.is_launched:
+        if shards_weights(strategy) and is_to_train:
+            count = job.parallel.processes
+            helps = 'start the job with "devicebridge train", which starts the parallel.processes of this job'
+            if count < 2:
+                helps = 'set parallel.processes to 2 or more, start with --nproc or torchrun, or set it to "auto"'
+            raise ValueError(
+                f'parallel.strategy = "{strategy}" shares the weights among processes, and this is one alone; {helps}'
+            )
+        if shards_weights(strategy):  # nothing is placed
+            job = replace(job, parallel=replace(job.parallel, strategy="auto"))
+        return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
+    if strategy and shares_rows(strategy):
+        raise ValueError(
+            f'parallel.strategy = "{strategy}" is for the devices of one process, and {ranks.count} were started; '
+            'start the job without --nproc and torchrun, or set it to "data"'
+        )
+    if ranks.is_first and (count := job.train.gradient_accumulation_steps) % ranks.count:
+        text = "train.gradient_accumulation_steps = %d is no multiple of %d processes: some wait in every step"
+        _log.warning(text, count, ranks.count)
+    decided = ranks.together(lambda: _decide(job, subject, ranks, host_share) if ranks.is_first else None)
+    chosen = ranks.from_first(lambda: decided)
+    assert chosen is not None
+    optimizer = replace(job.optimizer, name=chosen["optimizer"])
+    pinned = replace(job, model=replace(job.model, quantize=chosen["quantize"]), optimizer=optimizer)
+    resolved = ranks.together(lambda: _resolve_as(chosen["strategy"], pinned, subject, ranks, host_share))
+    if not is_to_train or not shards_weights(chosen["strategy"]):
+        return resolved
+    return _with_kept_blocks(resolved, subject, ranks, chosen["strategy"])
+
+
+def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, strategy: Strategy) -> Resolution:
+    """With the forecast of the first rank, which also says how many blocks keep their activations where that is left
+    open: on all ranks as many as on the smallest card; all ranks."""
+    cards = ranks.together(lambda: cards_of(ranks.devices))
+    usable_bytes = ranks.gather(None if cards is None else cards[0].usable_bytes)
+    if cards is None or None in usable_bytes:
+        return resolved
+    own, smallest = _of_one_rank(resolved.job, ranks, strategy), replace(cards[0], usable_bytes=min(usable_bytes))
+
+    def plan() -> TrainingPlan | None:
+        try:
+            found = plan_shared(own, subject, smallest, shard_degree(own, strategy, ranks))
+        except NoForecast as error:
+            _log.warning("every block is recomputed unless the job says otherwise: %s", error.reason)
+            return None
+        if found.warning:
+            _log.warning("%s", found.warning)
+        _log.info("the last %d blocks keep their activations", *found.uncheckpointed)
+        return found
+
+    training = ranks.together(lambda: plan() if ranks.is_first else None)
+    kept = ranks.from_first(lambda: [] if training is None else list(training.uncheckpointed))
+    execution = resolved.execution
+    if execution.gradient_checkpointing and not execution.kept_blocks:
+        execution = replace(execution, kept_blocks=tuple(kept))
+    return replace(resolved, execution=execution, training=training)
+
+
+def _decide(job: JobConfig, subject: Subject, ranks: Ranks, host_share: int) -> dict[str, Any]:
+    """What has to be alike on all ranks: the strategy between them, scheme and optimizer."""
+    strategy = job.parallel.requested
+    try:
+        resolved = _resolve_as(strategy, job, subject, ranks, host_share)
+    except ValueError as error:
+        if strategy is not None or ranks.count == 1 or _why_not_sharded(job, ranks):
+            raise
+        _log.warning("the weights are shared out among the processes (fsdp), for one device is not enough: %s", error)
+        strategy = "fsdp"
+        resolved = _resolve_as(strategy, job, subject, ranks, host_share)
+    found = resolved.job
+    return {"strategy": strategy, "quantize": found.model.quantize, "optimizer": found.optimizer.name}
+
+
+def _resolve_as(
+    strategy: Strategy | None, job: JobConfig, subject: Subject, ranks: Ranks, host_share: int
+) -> Resolution:
+    """The job of one rank, with the settings of the whole job put back."""
+    share = host_share * ranks.place.num_local
+    is_sharded = shards_weights(strategy)
+    machine = Machine(ranks.devices, host_share=share, is_planned=not is_sharded, is_alone=False)
+    own = _of_one_rank(job, ranks, strategy)
+    if is_sharded:
+        if fault := _why_not_sharded(job, ranks):
+            raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
+        degree, scheme = shard_degree(job, strategy, ranks), requested(own.model.quantize) or "none"
+        weights = Weights(*held_bytes(replace(own.model, quantize=scheme), subject))
+        needed, free = weights.per_card(degree), free_bytes(ranks.devices[0])
+        if free is not None and needed > _FREE_SHARE * free:
+            raise ValueError(
+                f"the weights take {needed / 1e9:.1f} GB of {ranks.devices[0]} where {degree} processes share them, "
+                f'and {free / 1e9:.1f} GB are free; start more processes, or use model.quantize = "int8-compute"'
+            )
+    found = resolve(own, subject, machine)
+    execution = replace(found.execution, strategy=strategy) if strategy and is_sharded else found.execution
+    whole = replace(found.job, split=job.split, train=job.train, parallel=job.parallel)
+    return replace(found, job=whole, execution=execution)
+
+
+def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> JobConfig:
+    """The job as one rank with its devices would do it alone."""
+    is_sharded, is_alone = shards_weights(strategy), len(ranks.devices) == 1
+    count, place = len(ranks.devices), ranks.place
+    mine = slice(place.local_rank * count, (place.local_rank + 1) * count)
+    names = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
+    values = {name: getattr(job.split, name) for name in names}  # of those for all devices of the machine, its own
+    of_all = {name: each[mine] for name, each in values.items() if len(each) == count * place.num_local}
+    split = replace(job.split, devices=tuple(map(str, ranks.devices)), **of_all)
+    if is_sharded:
+        split = replace(split, memory_limit_gb=UNLIMITED_GB)
+    inside: Any = job.parallel.strategy if strategy is None else strategy
+    if is_sharded or (is_alone and strategy is not None):
+        inside = "none"  # what one device does
+    accumulation = -(-job.train.gradient_accumulation_steps // ranks.count)
+    train = replace(job.train, gradient_accumulation_steps=accumulation)
+    return replace(job, split=split, train=train, parallel=replace(job.parallel, strategy=inside))
+
+
+def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
+    """What keeps processes from sharing the weights, and what would work; "" if nothing does."""
+    scheme = requested(job.model.quantize)
+    faults = {
+        f"each process has {len(ranks.devices)} devices; start one process per device": len(ranks.devices) != 1,
+        f'model.quantize = "{scheme}" keeps rows that are not cut; use "int8-compute" or "none"': (
+            scheme in ("fp8", "int8", "stored")
+        ),
+        "lora.dora = true asks for norms of whole weights; set it to false": job.lora.dora,
+        'train.offload_activations = "on" is for blocks that stay on their device; set it to "off"': (
+            requested(job.train.offload_activations) == "on"
+        ),
+        "split.offloaded_blocks asks for blocks that stream from host memory; remove it": any(
+            job.split.offloaded_blocks
+        ),
+        **{f"{asked} is not trained so; remove it": "fsdp" not in known for asked, known in job.limits},
+    }
+    return next((text for text, is_so in faults.items() if is_so), "")
+
+
+def shard_degree(job: JobConfig, strategy: Strategy | None, ranks: Ranks) -> int:
+    """How many ranks share one copy of the weights. Raises: ValueError for a number that does not divide theirs."""
+    if strategy != "hsdp":
+        return ranks.count
+    degree = job.parallel.shard_degree or ranks.place.num_local
+    if ranks.count % degree:
+        raise ValueError(
+            f"parallel.shard_degree = {degree} does not divide the {ranks.count} processes; give a divisor, or none"
+        )
+    return degree
+
+
+def mesh_of(job: JobConfig, strategy: Strategy, ranks: Ranks) -> Any:
+    """The DeviceMesh over which weights are sharded, and for hsdp copied."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    degree = shard_degree(job, strategy, ranks)
+    kind = torch.device(ranks.devices[0]).type
+    if degree == ranks.count:
+        return init_device_mesh(kind, (ranks.count,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (ranks.count // degree, degree), mesh_dim_names=("replicate", "shard"))

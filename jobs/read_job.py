@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from ..planning.costs import latent_shape_of, sharing_rows
 from ..planning.dry_run import BY_FOREIGN_CODE, META, NoForecast, SampleText, Work, forward_on_meta, make_text
 from ..planning.question import make_square
 from ..training.adapter import find_targets
+from .checked_job import ReadJob, Subject
 from .comfy_entries import (
     NO_ENCODERS,
     comfy_conditions,
@@ -43,7 +44,6 @@ from .comfy_entries import (
     resolution_of,
 )
 from .encode_job import cache_store, captions_of, text_keys, wanted_conditions
-from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
 
 _log = logging.getLogger(__name__)
@@ -51,110 +51,93 @@ _MUCH_BYTES = 10**9  # of a disk
 _ELEMENT_SIZE = 4  # of text encoders that are trained: they compute in float32, and are held so
 
 
-@dataclass(frozen=True)
-class ReadJob:
-    """A job as planning and training both need it.
+def subject_of(read: ReadJob) -> Subject:
+    """What decides how it is trained."""
+    text = _longest_text(read)
+    return Subject(
+        read.info,
+        read.variant,
+        read.model,
+        largest=_largest(read),
+        train=sizes_of(read.training_samples),
+        alone=sizes_of(read.eval_samples),
+        text=text,
+        disk_note=_disk_note(read, text),
+        beside_bytes=text_encoder_bytes(read.job),
+        has_empty_caption=read.job.data.caption_dropout > 0
+        or not all(caption.strip() for each in read.samples for caption in each.captions),
+    )
 
-    Args:
-        targets: fqns of the linears that LoRA adapts.
-        samples: images and clips; () where the dataset arrived encoded.
-        encoded: then, its samples.
-    """
 
-    job: JobConfig
-    info: CheckpointInfo
-    variant: Variant
-    model: nn.Module
-    targets: tuple[str, ...]
-    samples: tuple[Sample, ...]
-    encoded: tuple[EncodedSample, ...] = ()
-    eval_samples: tuple[Sample, ...] = ()
+def _longest_text(read: ReadJob) -> SampleText | None:
+    """As far as it is encoded, for one of ComfyUI's own models; nobody asks it of others."""
+    if read.family.host is None or read.job.lora.text_encoder:
+        return None
+    store = cache_store(read.job)
+    texts = [each.text_keys for each in read.encoded]
+    if source := read.job.cache.text_source:
+        wanted = wanted_conditions(read.job, read.samples, read.eval_samples)
+        reader = read.reader
+        made = comfy_conditions(read.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
+        every = [(each, caption) for each in (*read.samples, *read.eval_samples) for caption in each.captions]
+        for sample, caption in every:
+            own = comfy_text_key(caption, source, keeps_all=True, weighs=read.job.cache.caption_weights)
+            texts.append(text_keys(caption, sample.condition, {caption: (own,)}, made))
 
-    @property
-    def subject(self) -> Subject:
-        """What decides how it is trained."""
-        text = self._longest_text()
-        return Subject(
-            self.info,
-            self.variant,
-            self.model,
-            largest=self._largest(),
-            train=sizes_of(self.encoded or self.samples),
-            alone=sizes_of(self.eval_samples),
-            text=text,
-            disk_note=self._disk_note(text),
-            beside_bytes=text_encoder_bytes(self.job),
-            has_empty_caption=self.job.data.caption_dropout > 0
-            or not all(caption.strip() for each in self.samples for caption in each.captions),
-        )
+    def size(keys: tuple[str, ...]) -> int:
+        """Of entries that are all there."""
+        shapes = [store.shapes(key) for key in keys]
+        return sum(math.prod(shape) for each in shapes for shape in each.values()) if all(shapes) else 0
 
-    def _longest_text(self) -> SampleText | None:
-        """As far as it is encoded, for one of ComfyUI's own models; nobody asks it of others."""
-        if self.info.family.host is None or self.job.lora.text_encoder:
-            return None
-        store = cache_store(self.job)
-        texts = [each.text_keys for each in self.encoded]
-        if source := self.job.cache.text_source:
-            wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
-            reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
-            made = comfy_conditions(self.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
-            every = [(each, caption) for each in (*self.samples, *self.eval_samples) for caption in each.captions]
-            for sample, caption in every:
-                own = comfy_text_key(caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
-                texts.append(text_keys(caption, sample.condition, {caption: (own,)}, made))
+    largest = max(dict.fromkeys(texts), key=size, default=())
+    entries = [store.get(key) or {} for key in largest]
+    is_known = bool(entries) and all(entries)
+    tensors = {name: each for entry in entries for name, each in entry.items()} if is_known else {}
+    # what guides say goes by the sides of the sample's own latents; their frames are among the latents'
+    tensors = {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
+    masked = next((each.latents_key for each in read.encoded if each.has_mask), "")  # which takes more memory
+    entry = (store.get(masked) if masked and is_known else None) or {}
+    tensors |= {name: each for name, each in entry.items() if name == NOISE_MASK}
+    sounds = [each.sound for each in read.encoded]  # beside videos
+    if comfy := read.family.comfy:
+        heard = [each.sound for each in read.samples if each.sound and each.frames]
+        sounds += [tuple(side or each.cells for side in comfy.sound) for each in heard]
+    if sound := max(sounds, key=math.prod, default=()):
+        tensors[f"{STREAM}1"] = torch.empty(0, *sound)
+    return SampleText(tensors) if tensors else None
 
-        def size(keys: tuple[str, ...]) -> int:
-            """Of entries that are all there."""
-            shapes = [store.shapes(key) for key in keys]
-            return sum(math.prod(shape) for each in shapes for shape in each.values()) if all(shapes) else 0
 
-        largest = max(dict.fromkeys(texts), key=size, default=())
-        entries = [store.get(key) or {} for key in largest]
-        is_known = bool(entries) and all(entries)
-        tensors = {name: each for entry in entries for name, each in entry.items()} if is_known else {}
-        # what guides say goes by the sides of the sample's own latents; their frames are among the latents'
-        tensors = {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
-        masked = next((each.latents_key for each in self.encoded if each.has_mask), "")  # which takes more memory
-        entry = (store.get(masked) if masked and is_known else None) or {}
-        tensors |= {name: each for name, each in entry.items() if name == NOISE_MASK}
-        sounds = [each.sound for each in self.encoded]  # beside videos
-        if comfy := self.info.family.comfy:
-            heard = [each.sound for each in self.samples if each.sound and each.frames]
-            sounds += [tuple(side or each.cells for side in comfy.sound) for each in heard]
-        if sound := max(sounds, key=math.prod, default=()):
-            tensors[f"{STREAM}1"] = torch.empty(0, *sound)
-        return SampleText(tensors) if tensors else None
+def _disk_note(read: ReadJob, text: SampleText | None) -> str:
+    """How much of the disk its texts take, where that is much; "" also where nobody knows how large one is."""
+    if read.encoded or read.job.lora.text_encoder:
+        return ""
+    samples, store = (*read.samples, *read.eval_samples), cache_store(read.job).folder
+    count = len(captions_of(read.job, samples)) + len(wanted_conditions(read.job, read.samples, read.eval_samples))
+    try:
+        made = make_text(read.info, read.variant, text, getattr(torch, read.job.cache.dtype), META)
+    except (ValueError, *BY_FOREIGN_CODE):
+        return ""
+    size = sum(each.nbytes for each in made.values())
+    if count * size < _MUCH_BYTES:
+        return ""
+    there = next(each for each in (store, *store.absolute().parents) if each.is_dir())
+    return (
+        f"{count} texts of about {size / 1e6:.1f} MB each take {count * size / 1e9:.1f} GB of the disk in {store}, "
+        f"where {shutil.disk_usage(there).free / 1e9:.1f} GB are free"
+    )
 
-    def _disk_note(self, text: SampleText | None) -> str:
-        """How much of the disk its texts take, where that is much; "" also where nobody knows how large one is."""
-        if self.encoded or self.job.lora.text_encoder:
-            return ""
-        samples, store = (*self.samples, *self.eval_samples), cache_store(self.job).folder
-        count = len(captions_of(self.job, samples)) + len(wanted_conditions(self.job, self.samples, self.eval_samples))
-        try:
-            made = make_text(self.info, self.variant, text, getattr(torch, self.job.cache.dtype), META)
-        except (ValueError, *BY_FOREIGN_CODE):
-            return ""
-        size = sum(each.nbytes for each in made.values())
-        if count * size < _MUCH_BYTES:
-            return ""
-        there = next(each for each in (store, *store.absolute().parents) if each.is_dir())
-        return (
-            f"{count} texts of about {size / 1e6:.1f} MB each take {count * size / 1e9:.1f} GB of the disk in {store}, "
-            f"where {shutil.disk_usage(there).free / 1e9:.1f} GB are free"
-        )
 
-    def _largest(self) -> tuple[int, int, int]:
-        """Height and width in pixels and frames of the samples that take the most."""
-        latent = self.info.family.latent_of(self.variant)
-        if latent.audio_rows:
-            side = resolution_of(self.encoded or self.samples, latent)
-            return side, side, 1
-        if not self.encoded:
-            return max(((*sample.bucket, sample.num_frames) for sample in self.samples), key=math.prod)
-        frames = max(sample.num_frames for sample in self.encoded)
-        *_, rows, columns, _ = max((sample.bucket for sample in self.encoded), key=lambda each: each[-3] * each[-2])
-        return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
+def _largest(read: ReadJob) -> tuple[int, int, int]:
+    """Height and width in pixels and frames of the samples that take the most."""
+    latent = read.family.latent_of(read.variant)
+    if latent.audio_rows:
+        side = resolution_of(read.training_samples, latent)
+        return side, side, 1
+    if not read.encoded:
+        return max(((*sample.bucket, sample.num_frames) for sample in read.samples), key=math.prod)
+    frames = max(sample.num_frames for sample in read.encoded)
+    *_, rows, columns, _ = max((sample.bucket for sample in read.encoded), key=lambda each: each[-3] * each[-2])
+    return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
 
 
 def read_job(
@@ -169,8 +152,7 @@ def read_job(
     Args:
         info: the job's model if it was read already, or another in its place.
         has_data: False takes one square of the job's settings in place of its data.
-    Raises: ValueError for settings that contradict each other or the model, or files that cannot be read; Stopped when
-        should_stop() became true while images were looked at.
+    Raises: ValueError for settings that contradict each other or the model, or files that cannot be read; Stopped.
     """
     refuse_block_settings(job)
     info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
@@ -195,19 +177,16 @@ def read_job(
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
     trained = [folder.path for folder in job.data.folders]
     others = [*filter(None, (*trained, *job.evaluation.folders, job.output.folder, job.cache.folder))]
-    samples: Sequence[Sample] = ()
-    encoded: tuple[EncodedSample, ...] = ()
+    samples, evaluated, encoded = tuple[Sample, ...](), tuple[Sample, ...](), tuple[EncodedSample, ...]()
     if job.data.encoded:
         refuse_condition(variant)
         encoded = read_encoded_samples(job.data.encoded, make_comfy_reader(info.family, variant, info.config))
-        refuse_batches_with_sound(encoded, job.train.batch_size)
     else:
-        samples = scan_folders(job.data, latent, should_stop, others=others)
-        refuse_batches_with_sound(samples, job.train.batch_size)
-    evaluated: Sequence[Sample] = ()
+        samples = tuple(scan_folders(job.data, latent, should_stop, others=others))
+    refuse_batches_with_sound(encoded or samples, job.train.batch_size)
     if job.evaluation.folder:
         evaluated = as_evaluated(scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others))
-    return _of_own_rows(ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated)))
+    return _of_own_rows(ReadJob(job, info, variant, model, targets, samples, encoded, evaluated))
 
 
 def _of_own_rows(read: ReadJob) -> ReadJob:
@@ -218,7 +197,7 @@ def _of_own_rows(read: ReadJob) -> ReadJob:
         return read
     if all(each == plan_of(native) for each in native.derived_rows.values()):
         return read
-    subject, (height, width, frames) = read.subject, read._largest()
+    subject, (height, width, frames) = subject_of(read), _largest(read)
     shape = latent_shape_of(read.info, read.variant, (height, width), frames)
     dtype = getattr(torch, read.job.model.dtype)
     work = Work(shape, read.job.train.batch_size, dtype, None, read.job.lora, subject.text, (1.0, 1.0))
@@ -235,19 +214,13 @@ def _of_own_rows(read: ReadJob) -> ReadJob:
 
 def _with_sound(job: JobConfig, info: CheckpointInfo, variant: Variant, has_data: bool) -> LatentSpec:
     """The model's latents, of clips with sound only if the job names who encodes that.
-
-    Raises: ValueError for sound that the model does not take, or that a plan without data would need.
-    """
+    Raises: ValueError for sound that the model does not take, or that a plan without data would need."""
     latent = info.family.latent_of(variant)
     if latent.audio_rows and not has_data:
-        raise ValueError(
-            f"{info.family.title} is trained on sound, whose files alone say how long it is; plan it with its dataset"
-        )
+        raise ValueError(f"{info.family.title} is trained on sound of a length of its own; plan it with its dataset")
     if job.cache.has_sound and not (latent.is_video and latent.sound_rate):
         remedy = "name its VAE with cache.stock_vae" if latent.audio_rows else "remove it"
-        raise ValueError(
-            f"cache.stock_audio_vae encodes sound beside clips, which {info.family.title} does not take; {remedy}"
-        )
+        raise ValueError(f"{info.family.title} takes no sound beside clips, as cache.stock_audio_vae makes; {remedy}")
     if job.cache.has_sound and job.objective.masked_prior:
         raise ValueError("objective.masked_prior weighs pictures, and beside sound nobody has compared it; remove it")
     if latent.is_video and not job.cache.has_sound:
@@ -257,27 +230,22 @@ def _with_sound(job: JobConfig, info: CheckpointInfo, variant: Variant, has_data
 
 def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) -> None:
     """Raises: ValueError for files that this model cannot be conditioned on, or that it or evaluation would lack."""
-    name, family = job.data.condition, info.family
+    name, family, held_out = job.data.condition, info.family, job.evaluation
     if not name:
         return
     assert family.comfy is not None
     channels = family.latent_of(variant).channels
-    if reason := way_problem(name, family.transformer_class, channels, family.comfy.beside):
-        raise ValueError(reason)
     names_vision = bool(job.cache.stock_vision or job.cache.vision_source)
-    if reason := vision_problem(name, family.comfy.needs, is_named=names_vision):
-        raise ValueError(reason)
-    held_out = job.evaluation
     beside = {"has_references": bool(held_out.references), "has_control": bool(held_out.control)}
-    if held_out.folder and (reason := evaluation_problem(name, **beside)):
+    reason = way_problem(name, family.transformer_class, channels, family.comfy.beside)
+    reason = reason or vision_problem(name, family.comfy.needs, is_named=names_vision)
+    if reason := reason or (held_out.folder and evaluation_problem(name, **beside)):
         raise ValueError(reason)
 
 
 def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
     """The layers that the job's LoRA begins with; {} if it begins afresh.
-
-    Raises: ValueError for a file that is not of this model, or that the job's LoRA cannot hold in full.
-    """
+    Raises: ValueError for a file that is not of this model, or that the job's LoRA cannot hold in full."""
     settings = read.job.lora
     if not settings.start_from:
         return {}
@@ -288,9 +256,8 @@ def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
     of_text, count = sum(map(is_of_text, layers)), len(read.targets)
     known = f"with {of_text} layers of {path.name}, the rest" if of_text else "all of it"
     text = f"; on the text encoders {known} afresh" if settings.text_encoder else ""
-    _log.warning(
-        "the LoRA begins with %s, %d of its %d layers afresh%s", path.name, count - len(layers) + of_text, count, text
-    )
+    afresh = count - len(layers) + of_text
+    _log.warning("the LoRA begins with %s, %d of its %d layers afresh%s", path.name, afresh, count, text)
     return layers
 
 
@@ -303,15 +270,10 @@ def refuse_text_encoders(job: JobConfig, info: CheckpointInfo) -> None:
         return
     host, comfy = info.family.host, info.family.comfy
     if host is None or not host.text_class or (comfy is not None and comfy.needs):
-        raise ValueError(
-            f"lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, and {job.model.path} is "
-            f"{info.family.title} ({(info.variant or info.family.variants[0]).name}); remove it"
-        )
+        found = f"{info.family.title} ({(info.variant or info.family.variants[0]).name})"
+        raise ValueError(f"lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, and this is {found}; remove it")
     if not job.cache.stock_clip:
-        raise ValueError(
-            "lora.text_encoder computes with the text encoders themselves, and cache.text_source only names what they "
-            "once made; name their files with cache.stock_clip, or remove lora.text_encoder"
-        )
+        raise ValueError("lora.text_encoder needs the text encoders; name their files with cache.stock_clip")
 
 
 def text_encoder_bytes(job: JobConfig) -> int:

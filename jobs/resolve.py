@@ -13,6 +13,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..planning.costs import ModelCosts, latent_shape_of
 from ..planning.dry_run import NoForecast, Work, forward_on_meta
 from ..planning.plan import TrainingPlan, describe_work, plan_training
 from ..planning.question import Question, Setting, candidates, is_open, strategies_on
-from .place_by_size import Subject, place_by_size
+from .checked_job import Subject, place_by_size
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
@@ -45,10 +46,9 @@ class Machine:
     """What a job may use. What its devices hold is asked once, when somebody first wants to know.
 
     Args:
-        devices: as the job names them, or all there are; in order. () where the cards are elsewhere.
-        named: cards that are elsewhere.
+        devices: as the job names them, or all there are; in order. () where the cards are elsewhere, as named.
         host_share: jobs that share the host's free memory.
-        is_planned: whether the planner may look at its cards; not where processes share weights, see rank_plans.py.
+        is_planned: whether the planner may look at its cards; not where processes share weights, see ranks.py.
         is_alone: whether no other process trains the same model.
     """
 
@@ -89,11 +89,8 @@ def placement_of(job: JobConfig, facts: Mapping[str, Any]) -> Placement | None:
     """Of a checkpoint: where its run has its blocks, without their names, and its copies of the model. None of training
     by tensor parallel, which is gone: checkpoints hold whole LoRAs, so such a run goes on wherever its model is."""
     if facts.get("shards"):
-        _log.warning(
-            '%s: this run was trained by tensor parallel, which is gone; it goes on with parallel.strategy = "%s"',
-            job.output.folder,
-            job.parallel.strategy,
-        )
+        text = '%s: this run was trained by tensor parallel, which is gone; it goes on with parallel.strategy = "%s"'
+        _log.warning(text, job.output.folder, job.parallel.strategy)
         return None
     if not facts.get("placement"):  # of a run that goes on elsewhere
         return None
@@ -125,11 +122,8 @@ def resolve(
     without = _left_out(subject)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
     chosen = _first_of(job, machine.devices, without) if training is None else training.setting
-    job = replace(
-        job,
-        model=replace(job.model, quantize=chosen.scheme),  # type: ignore[arg-type]
-        optimizer=replace(job.optimizer, name=chosen.optimizer),
-    )
+    model = replace(job.model, quantize=chosen.scheme)  # type: ignore[arg-type]
+    job = replace(job, model=model, optimizer=replace(job.optimizer, name=chosen.optimizer))
     if training is None:
         if shares_rows(chosen.strategy):
             _refuse_without_rows(subject)
@@ -163,9 +157,8 @@ def resolve(
 
 
 def _strategy_of(subject: Subject, job: JobConfig, placement: Placement, chosen: Strategy) -> Strategy:
-    """What is chosen, as far as the model and a resumed run's placement can do it.
-
-    On a resumed run's placement copies of the model stay copies, and one model stays one."""
+    """What is chosen, as far as the model can do it; on a resumed run's placement copies of the model stay copies, and
+    one model stays one."""
     native = subject.info.family.native
     if native is not None and native.hooks_children and any(job.split.offloaded_blocks):
         raise ValueError(
@@ -181,11 +174,7 @@ def _strategy_of(subject: Subject, job: JobConfig, placement: Placement, chosen:
 
 def in_type_of_cards(resolved: Resolution, info: CheckpointInfo, ranks: Ranks) -> tuple[CheckpointInfo, ExecutionPlan]:
     """The model and its plan in float16 where a card of any rank has no bfloat16; all ranks.
-
-    Diffusers' classes here are FLUX.1, FLUX.2 and Wan, which ComfyUI computes in float16, too.
-
-    Raises: ValueError for a model or a card that float16 is not for.
-    """
+    Raises: ValueError for a model or a card that float16 is not for."""
     execution, settings = resolved.execution, resolved.job
     without = [device for device in execution.placement.used_devices if not has_bf16(device)]
     is_without = ranks.any(bool(without))
@@ -227,13 +216,15 @@ def other_cards(job: JobConfig, facts: Mapping[str, Any]) -> list[str]:
     """A line for cards of a saved run that are not here, and one if the job now asks by name for copies of the model
     where the run had none, or the other way round."""
     placed = dict.fromkeys(map(str, [*facts.get("placement", ()), *facts.get("replicas", ())]))
-    gone = ", ".join(name for name in placed if not _is_here(name))
+    gone = ", ".join(filterfalse(_is_here, placed))
     lines = [f"cards: {gone} of the run, not here"] if gone else []
     if not placed or facts.get("shards") or is_open(candidates(job).strategies):
         return lines
     shares = facts.get("row_shares") or facts.get("shares_rows")
-    before = _kind_of(("tokens" if shares else "data") if facts.get("replicas") else None)
-    wanted = _kind_of(_first_of(job, find_machine(job.split.devices).devices).strategy)
+    kinds = {"data": "data parallelism", "tokens": "shares of the tokens"}
+    found = ("tokens" if shares else "data") if facts.get("replicas") else "none"
+    today = _first_of(job, find_machine(job.split.devices).devices).strategy
+    before, wanted = (kinds.get(each, "one model over all cards") for each in (found, today))
     return lines + ([f"parallel.strategy: {before} -> {wanted}"] if before != wanted else [])
 
 
@@ -242,12 +233,6 @@ def _is_here(name: str) -> bool:
         return bool(find_device(name))
     except ValueError:
         return False
-
-
-def _kind_of(strategy: Strategy | None) -> str:
-    """What a run must not change."""
-    kinds = {"data": "data parallelism", "tokens": "shares of the tokens"}
-    return kinds.get(strategy or "", "one model over all cards")
 
 
 def _plan_as_before(
@@ -270,10 +255,10 @@ def _plan_as_before(
     except NoForecast as error:
         _log.warning("%s", error)
         return None
-    if training.warning:
-        _log.warning("%s", training.warning)
-    for note in training.notes:
-        _log.info("%s", note)
+    notes = [(logging.WARNING, training.warning), *((logging.INFO, note) for note in training.notes)]
+    for level, text in notes:
+        if text:
+            _log.log(level, "%s", text)
     return training
 
 
@@ -284,12 +269,8 @@ def plan_on(
     cuts: tuple[int, ...] | None = None,
     kept_shares: tuple[float, ...] = (),
 ) -> TrainingPlan:
-    """What the planner chooses on a machine whose cards' memory is known.
-
-    Args:
-        cuts, kept_shares: of the run that is resumed, as a Question has them.
-    Raises: ValueError if nothing fits; NoForecast.
-    """
+    """What the planner chooses on a machine whose cards' memory is known; cuts and kept_shares are of a resumed run.
+    Raises: ValueError if nothing fits; NoForecast."""
     assert machine.cards is not None
     title = subject.info.family.title
     if fault := why_no_forecast(subject.info.family.native):
@@ -341,34 +322,35 @@ def _time_by_work(job: JobConfig, subject: Subject, cards: Sequence[Card]) -> st
 
 def refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
-    has_offloaded, strategy = any(job.split.offloaded_blocks), job.parallel.requested
+    split, strategy = job.split, job.parallel.requested
     if job.model.second_expert:
         raise ValueError(
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
     for name in ("blocks_without_checkpointing", "offloaded_blocks"):
-        counts = list(getattr(job.split, name))
+        counts = list(getattr(split, name))
         if strategy and shares_rows(strategy) and len({*counts}) > 1:
             raise ValueError(
                 f"split.{name} = {counts} differs between devices, which compute each block together; give each the "
                 f'same number, or set parallel.strategy, which is "{strategy}", to "auto"'
             )
-    if has_offloaded and strategy and holds_copies(strategy) and not shares_rows(strategy):
-        raise ValueError(
-            "split.offloaded_blocks asks for blocks that stream from host memory, and parallel.strategy = "
-            f'"{strategy}" puts the whole model on every card; remove one of the two'
-        )
-    if has_offloaded and not job.train.gradient_checkpointing:
-        raise ValueError(
-            "split.offloaded_blocks asks for blocks that stream from host memory, which must be computed again for the "
-            "backward, but train.gradient_checkpointing is false; remove one of the two"
-        )
-    if job.split.blocks_without_checkpointing and not job.train.gradient_checkpointing:
-        raise ValueError(
-            "split.blocks_without_checkpointing says which blocks gradient checkpointing passes over, but "
-            "train.gradient_checkpointing is false, so all keep their activations; remove one of the two"
-        )
+    is_whole = strategy is not None and holds_copies(strategy) and not shares_rows(strategy)
+    copies, recomputed = f'parallel.strategy = "{strategy}"', "train.gradient_checkpointing = false"
+    is_kept = not job.train.gradient_checkpointing
+    faults = {
+        f"split.offloaded_blocks streams from host memory, and {copies} puts the whole model on every card": (
+            any(split.offloaded_blocks) and is_whole
+        ),
+        f"split.offloaded_blocks streams blocks that must be computed again, which {recomputed} keeps from happening": (
+            any(split.offloaded_blocks) and is_kept
+        ),
+        f"split.blocks_without_checkpointing names blocks that keep their activations, and by {recomputed} all do": (
+            bool(split.blocks_without_checkpointing) and is_kept
+        ),
+    }
+    if fault := next((text for text, is_so in faults.items() if is_so), ""):
+        raise ValueError(f"{fault}; remove one of the two")
 
 
 def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:
@@ -380,13 +362,9 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     """Of all batches of a job, at most; None if nothing is compiled."""
     if job.train.compile == "off":
         return None
-    if shares_rows(strategy):
-        _log.warning(
-            "blocks are not compiled: devices that compute a block on all of them exchange results in its middle"
-        )
-        return None
-    if job.lora.dora:
-        _log.warning("blocks are not compiled: torch cannot trace PEFT's DoRA")
+    why = "devices that compute a block on all of them exchange results in its middle" * shares_rows(strategy)
+    if why := why or "torch cannot trace PEFT's DoRA" * job.lora.dora:
+        _log.warning("blocks are not compiled: %s", why)
         return None
     sizes = min(job.train.batch_size, 2)  # the last batch of a bucket may be smaller
     alone = subject.alone - subject.train if sizes == 1 else subject.alone

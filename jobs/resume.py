@@ -1,8 +1,4 @@
-"""The runs that a job may have had before: which one it means, where that stands, and what it has left.
-
-A graph is queued again and again. Unchanged, it means the LoRA that is there; changed, it means another run, whose
-folder and LoRA have a number behind their names.
-"""
+"""The runs that a job may have had before: which one it means, where that stands, and what it has left."""
 
 from __future__ import annotations
 
@@ -40,8 +36,9 @@ from ..training.state import (
     load_newest,
     sweep_checkpoints,
 )
+from .checked_job import ReadJob
 from .lora_output import describe_kind
-from .read_job import ReadJob, read_job
+from .read_job import read_job
 from .resolve import find_machine, other_cards
 
 _log = logging.getLogger(__name__)
@@ -83,16 +80,12 @@ class TrainingResult:
     """How a job ended.
 
     Args:
-        status: "finished", or "stopped" before its last step.
-        step: optimizer steps done.
-        lora_path: the LoRA file, None if the job was stopped before training began.
-        lora: its tensors as saved, on the CPU.
+        status: "finished", or "stopped" before its last step. step: optimizer steps done.
+        lora_path, lora: the LoRA file, None if the job was stopped before training began; its tensors, on the CPU.
         losses: training loss of every step, resumed ones included.
         eval_before, eval_after: evaluation loss before the first and after the last step done, None without a folder.
-        checkpoint: the newest full state, to resume from.
-        resume_hint: how to continue; "" when finished.
-        memory: a line per card, forecast against measured; () where nothing was forecast.
-        pace: the same for the time of a step; "" where blocks were not timed.
+        checkpoint: the newest full state, to resume from. resume_hint: how; "" when finished.
+        memory, pace: forecast against measured, a line per card and one of a step; empty where nothing was forecast.
     """
 
     status: str
@@ -110,11 +103,8 @@ class TrainingResult:
 
 def find_state(job: JobConfig, *, resume: Resume) -> TrainingState | None:
     """The newest whole checkpoint of the job's folder if it is to be resumed, None for a fresh start.
-
-    A run that was killed before its first checkpoint is resumed by starting it again, which gives the same result.
-
-    Raises: ValueError if none of its checkpoints is whole, or if a fresh start would mix with those of an earlier run.
-    """
+    Raises: ValueError if none of its checkpoints is whole, or if a fresh start would mix with those of an earlier
+    run."""
     folder = checkpoint_folder(job)
     sweep_checkpoints(folder)
     if resume:
@@ -123,10 +113,8 @@ def find_state(job: JobConfig, *, resume: Resume) -> TrainingState | None:
             _log.warning("there is no checkpoint in %s yet; the job starts from its first step", folder)
         return state
     if found := list_checkpoints(folder):
-        raise ValueError(
-            f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it, continue it with "
-            "other settings, or choose another output.folder"
-        )
+        found_there = f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}"
+        raise ValueError(f"{found_there}; resume it, continue it with other settings, or choose another output.folder")
     return None
 
 
@@ -139,9 +127,7 @@ def check_facts(state: TrainingState) -> None:
         place = ".".join(map(str, first["loc"]))
         raise DamagedCheckpoint(f"{state.path} is damaged: {place}: {first['msg']}") from error
     if len(facts.losses) != state.step:
-        raise DamagedCheckpoint(
-            f"{state.path} should hold the losses of {state.step} steps, and holds {len(facts.losses)}"
-        )
+        raise DamagedCheckpoint(f"{state.path} has {len(facts.losses)} losses of {state.step} steps")
 
 
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
@@ -153,17 +139,11 @@ def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
 
 
 def find_identity(read: ReadJob) -> dict[str, Any]:
-    """Plain facts that a resumed run must share with the one it continues, beyond the config.
-
-    Reads every image and samples of the weights.
-    """
-    if read.encoded:
-        dataset = settings_fingerprint([[sample.latents_key, *sample.text_keys] for sample in read.encoded])
-    else:
-        dataset = dataset_fingerprint(read.samples)
+    """Plain facts that a resumed run must share with the one it continues, beyond the config; reads every image."""
+    of_encoded = [[sample.latents_key, *sample.text_keys] for sample in read.encoded]
     start = read.job.lora.start_from
     return {
-        "dataset": dataset,
+        "dataset": settings_fingerprint(of_encoded) if of_encoded else dataset_fingerprint(read.samples),
         "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
         "model": [file_fingerprint(file) for file in read.info.files],
         "start": file_fingerprint(start) if start and Path(start).is_file() else "",  # a resumed run does not read it
@@ -183,11 +163,7 @@ def placement_facts(placement: Placement) -> dict[str, Any]:
 def refuse_other_run(
     job: JobConfig, identity: dict[str, Any], state: TrainingState, *, is_placed_anew: bool = False
 ) -> None:
-    """Raises: ValueError if the state was made with other settings, data or weights; names what differs.
-
-    Args:
-        is_placed_anew: whether the model may lie on other devices than before.
-    """
+    """Raises: ValueError naming what differs in settings, data or weights, and in devices unless is_placed_anew."""
     if differing := _differing(job, identity, state, is_placed_anew):
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(
@@ -209,19 +185,13 @@ def go_on(
     read: ReadJob, identity: dict[str, Any], state: TrainingState, *, resume: Resume, is_placed_anew: bool
 ) -> dict[str, Any]:
     """The facts that a run goes on from; "what" in them says what is other than before, a line each.
-
     Until a run that went on with other settings has saved a step, its checkpoint is that of both, the old one and the
-    new: whose settings these are goes on.
-
-    Args:
-        resume: "continue" takes what differs, and writes it beside the checkpoint, so that a crash before the next one
-            is resumed as the run that it was. True takes other cards alone, where they give the same bits.
-    Raises: ValueError naming what differs and cannot, before weights are loaded.
-    """
+    new: whose settings these are goes on. "continue" takes what differs, and writes it beside the checkpoint, for a
+    crash before the next one. True takes other cards alone, where they give the same bits.
+    Raises: ValueError naming what differs and cannot, before weights are loaded."""
     if resume == "continue" and state.step > read.job.train.steps:
-        raise ValueError(
-            f"train.steps = {read.job.train.steps}, but {state.path} has done {state.step}; raise it to go on"
-        )
+        done = f"{state.path} has done {state.step}"
+        raise ValueError(f"train.steps = {read.job.train.steps}, but {done}; raise it to go on")
     own = replace(state, facts=state.own)
     if all(_differing(read.job, identity, each, is_placed_anew) for each in (state, own)):
         if resume == "continue":
@@ -240,11 +210,8 @@ def go_on(
 
 
 def _keeps_bits(read: ReadJob, state: TrainingState) -> bool:
-    """Whether a run has the same bits wherever its blocks lie.
-
-    One model, whose cards are all of one type, draws nothing on them. Gradients of layers outside its blocks, which
-    several blocks read, would be added up in another order.
-    """
+    """Whether a run has the same bits wherever its blocks lie: of one model, which draws nothing on its cards, all of
+    one type. Gradients of layers outside its blocks, which several blocks read, would be added up in another order."""
     job, facts = read.job, state.facts
     blocks = tuple(f"{each.name}." for each in read.info.family.block_lists)
     draws = bool(job.lora.dropout) or any("stochastic" in name for name in job.optimizer.options)
@@ -299,9 +266,7 @@ def differences(
 
 def job_of(state: TrainingState) -> JobConfig:
     """The job that a checkpoint was made by, but for the LoRA's name, which may be one that is refused today.
-
-    Raises: ValueError naming the checkpoint for one that cannot be read.
-    """
+    Raises: ValueError naming the checkpoint for one that cannot be read."""
     values = state.facts["config"]
     if isinstance(output := values.get("output"), dict):
         values = values | {"output": {key: value for key, value in output.items() if key != "name"}}
@@ -311,15 +276,14 @@ def job_of(state: TrainingState) -> JobConfig:
         raise ValueError(f"{state.path} holds a job that cannot be read: {error}") from error
 
 
-# ---- which run a job means
+# ---- which run a job means: a graph is queued again and again, and changed it means another run, numbered
 
 
 @dataclass(frozen=True)
 class NextRun:
-    """What to do for a job.
+    """What to do for a job, with the folder and the name of its run.
 
     Args:
-        job: with the folder and the name of its run.
         resume: whether it goes on from its newest checkpoint, and how.
         finished: the result, where there is nothing left to do.
         note: what a user should know of the choice; "" for a first run.
@@ -338,9 +302,7 @@ def next_run(
     info: CheckpointInfo | None = None,
     should_stop: Callable[[], bool] = never,
 ) -> NextRun:
-    """The run that a job means, among those in its folder and in the numbered ones beside it.
-
-    Reads headers and images, and no weights of the model.
+    """The run that a job means, among those in its folder and in the numbered ones beside it; no weights are read.
 
     Args:
         resume: go on with the newest run that has these settings; the number of steps may differ. "continue" goes on
@@ -417,11 +379,8 @@ def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:
 
 
 def _finished(job: JobConfig, state: TrainingState) -> NextRun:
-    """Its result, from the disk.
-
-    Where the LoRA file is gone, of another type, or older than the last checkpoint (written by an earlier stop, then),
-    a resumed run writes it.
-    """
+    """Its result, from the disk; a LoRA file that is gone, of another type, or older than the last checkpoint (written
+    by an earlier stop, then), is written by a resumed run."""
     path = Path(job.output.folder) / job.output.file_name
     if path.is_file():
         with open(path, "rb") as stream:
@@ -455,9 +414,9 @@ def _describe_new(job: JobConfig, known: list[tuple[JobConfig, TrainingState, li
     for each, state, lines in known:
         was, now = job_of(state).train.steps, each.train.steps
         steps = [] if was == now else [f"train.steps: {was} -> {now}"]
-        found.append((each, list(dict.fromkeys([*steps, *lines]))))
+        found.append((each.output.name, list(dict.fromkeys([*steps, *lines]))))
     if found:
-        each, differing = min(found, key=lambda pair: len(pair[1]))
-        text += [f"Against {each.output.name}:", *differing[:_MAX_LINES]]
+        name, differing = min(found, key=lambda pair: len(pair[1]))
+        text += [f"Against {name}:", *differing[:_MAX_LINES]]
         text += [f"and {len(differing) - _MAX_LINES} more"] if len(differing) > _MAX_LINES else []
     return "\n".join(text)

@@ -20,25 +20,19 @@ from ..planning.costs import latent_shape_of
 from ..sampling.draw import Decoder, Drawing, HostDecoder, make_drawing, picture_size
 from ..sampling.sampler import Sampler
 from ..training.batches import CachedSamples
-from .checked_job import JobPlan, vae_path
+from .checked_job import JobPlan
 
 
 def size_of_pictures(job: JobConfig, family: ModelFamily, variant: Variant, frames: int) -> tuple[int, int, int] | None:
-    """Height and width in pixels and frames; None where none are drawn, or as large as the samples that are trained on.
-
-    Args:
-        frames: of the largest training sample.
-    Raises: ValueError naming the setting that the model does not take.
-    """
+    """Height and width in pixels and frames; None where none are drawn, or as large as the samples that are trained on,
+    whose most frames are given. Raises: ValueError naming the setting that the model does not take."""
     settings = job.samples
     if not settings.prompts:
         return None
     if variant.condition != "none":
         if settings.width or settings.frames:
-            raise ValueError(
-                f"samples.width, height and frames: {variant.name} starts from the first frame of a training clip, and "
-                "its sample clips are as large; leave them out"
-            )
+            why = f"{variant.name} starts from the first frame of a training clip, and its sample clips are as large"
+            raise ValueError(f"samples.width, height and frames: {why}; leave them out")
         return None
     latent = family.latent_of(variant)
     ((side, _),) = make_buckets(job.data.largest_resolution, bucket_step(job.data, latent), 1.0)
@@ -52,38 +46,27 @@ def samples_vae(plan: JobPlan) -> Path:
     if plan.family.host is not None:
         if plan.job.cache.stock_vae:
             return Path(plan.job.cache.stock_vae)
-        raise ValueError(
-            "samples.prompts need the VAE of the model, and no file of one is known: name it with cache.stock_vae or "
-            "samples.vae; in a graph, connect Load VAE or Load Checkpoint to stock VAE of Cache Captions and Latents"
-        )
+        graph = "in a graph, connect Load VAE or Load Checkpoint to stock VAE of Cache Captions and Latents"
+        raise ValueError(f"samples.prompts need a VAE: name it with cache.stock_vae or samples.vae; {graph}")
     if plan.job.cache.latent_source and plan.info.pipeline_folder is None:
         raise ValueError(
-            "samples.prompts need a VAE that makes pictures of latents, and the images were encoded by ComfyUI's; name "
-            "its file with samples.vae"
+            "samples.prompts need a VAE, and the images were encoded by ComfyUI's; name it with samples.vae"
         )
-    return vae_path(plan)
+    return plan.vae_path
 
 
 def check_samples(plan: JobPlan) -> Path:
-    """The VAE that will decode.
-
-    Raises: ValueError for pictures that cannot be drawn, naming the setting.
-    """
+    """The VAE that will decode. Raises: ValueError for pictures that cannot be drawn, naming the setting."""
     needs = () if plan.family.comfy is None else plan.family.comfy.needs
     reason = "" if plan.family.host is None else " and ".join(needs) or plan.job.data.condition
     if reason:
-        raise ValueError(
-            f"samples.prompts: {plan.family.title} is given {reason} beside a prompt, which sample pictures "
-            "have not; remove them"
-        )
+        raise ValueError(f"samples.prompts: {plan.family.title} is given {reason} beside a prompt; remove them")
     if plan.family.latent_of(plan.variant).audio_rows:
         raise ValueError(f"samples.prompts draw pictures, and {plan.family.title} makes sound; remove them")
     _drawing(plan)
     size = size_of_pictures(plan.job, plan.family, plan.variant, _longest(plan))
     if not features.check("webp") and (size[2] if size else _longest(plan)) > 1:
-        raise ValueError(
-            "samples.prompts: this Pillow cannot write clips (WebP); install one that can, or set frames = 1"
-        )
+        raise ValueError("samples.prompts: this Pillow cannot write WebP; install one that can, or set frames = 1")
     return samples_vae(plan)
 
 
@@ -121,13 +104,7 @@ def make_sampler(
     events: EventLog,
     ranks: Ranks,
 ) -> Sampler | None:
-    """What draws a job's pictures; None if it has none.
-
-    Args:
-        runner: has the model that draws.
-        data: to train on, with the states of all prompts.
-        ranks: of which the first one decodes and writes.
-    """
+    """What draws a job's pictures by the runner's model; None if it has none. data has the states of all prompts."""
     job, family, variant = plan.job, plan.family, plan.variant
     if not job.samples.prompts:
         return None

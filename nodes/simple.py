@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..runs.folders import run_name
+from ..runs.store import run_name
 from . import host
 from .captions import DEFAULT_FOLDER, CacheCaptionsAndLatents
 from .choices import COMES_AND_GOES, NONE, lists_pass

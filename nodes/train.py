@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
 from ..config.ranges import check_file_name
-from ..runs.folders import NO_RUNS, plain_name
+from ..runs.store import NO_RUNS, plain_name
 from . import host
 from .captions import DEFAULT_FOLDER, encode_texts
 from .host import folders, io

@@ -19,11 +19,10 @@ from ..system.files import write_atomically
 from ..system.locks import alone
 from ..system.stopping import REQUESTS, Requests
 from .datasets import dataset_routes
-from .folders import run_name
 from .guard import Answer as Answer
 from .guard import Refused, check_origin, choice_of, read_body, step_of, text_of
 from .queue import JobQueue
-from .store import SETTINGS, Busy, NotThere, RunStore
+from .store import SETTINGS, Busy, NotThere, RunStore, run_name
 
 _log = logging.getLogger(__name__)
 PREFIX = "/devicebridge/"
@@ -38,11 +37,9 @@ class Host:
 
     Args:
         loras: folder of the LoRAs that its nodes offer.
-        cards: memory and more of every card, plain values.
-        free: take its models out of the cards.
-        datasets: names of the folders that datasets may be in.
-        dataset: the folder of such a name, which lies in a folder of the program's own, with all that it holds, or with
-            the one file that is named; "" is all. Raises: ValueError.
+        cards, free: memory and more of every card, plain values; take the program's models out of them.
+        datasets, dataset: names of the folders that datasets may be in; the folder of a name, which lies in a folder of
+            the program's own, with all that it holds, or with the one file that is named. Raises: ValueError.
         cards_of: every device that a job will use. Raises: ValueError.
         names: under which the program is meant to be reached; see guard.py.
     """
@@ -77,26 +74,18 @@ class Api:
         }
 
     def answer(self, method: str, name: str, query: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Never raises: whatever is wrong with a request is an answer of its own.
-
-        Args:
-            query: the part of the address after "?".
-        """
+        """Never raises: whatever is wrong with a request is an answer of its own."""
         try:
             check_origin(headers, self._host.names)
             handler = self.routes.get((method, name))
             if handler is None:
                 raise Refused(404, "there is nothing of this name")
             return handler(_read_query(query) if method == "GET" else read_body(headers.get("Content-Type", ""), body))
-        except Refused as error:
-            return _problem(error.status, error)
-        except NotThere as error:
-            return _problem(404, error)
-        except Busy as error:
-            return _problem(409, error)
+        except (Refused, NotThere, Busy) as error:
+            return Answer(error.status, {"error": str(error)})
         except (ValueError, OSError) as error:
             _log.warning("%s: %s", name, error)
-            return _problem(400 if isinstance(error, ValueError) else 500, error)
+            return Answer(400 if isinstance(error, ValueError) else 500, {"error": str(error)})
 
     def state(self) -> dict[str, Any]:
         """Runs, queue and cards: what the page shows first."""
@@ -111,10 +100,8 @@ class Api:
         given = values.get("step", "")
         if given != "last" and not (given.isascii() and given.isdecimal() and len(given) < 13):
             raise Refused(400, "step should be a whole number, or last")
-        step = None if given == "last" else int(given)
-        return Answer(
-            file=self._store.lora(text_of(values, "run"), step), kind="application/octet-stream", is_saved=True
-        )
+        file = self._store.lora(text_of(values, "run"), None if given == "last" else int(given))
+        return Answer(file=file, kind="application/octet-stream", is_saved=True)
 
     def _ask(self, values: dict[str, Any]) -> Answer:
         what, run = choice_of(values, "what", REQUESTS), text_of(values, "run")
@@ -129,10 +116,7 @@ class Api:
 
     def _resume(self, values: dict[str, Any]) -> Answer:
         """Of a run that this program did not start as its record says, the paths are shown first: who can send a file
-        may have made that record. The request that repeats the digest starts it.
-
-        With some of SETTINGS, by their keys, it goes on with these in place of its own.
-        """
+        may have made that record. The request that repeats the digest starts it, with SETTINGS that it gives."""
         run = text_of(values, "run")
         folder, record = self._store.find(run), self._store.record(run)
         kept = self._queue.kept.find(folder)
@@ -192,10 +176,6 @@ def _without_encoders(job: JobConfig) -> dict[str, Any]:
     return {name: section for name, section in job_to_dict(job).items() if name != "cache"}
 
 
-def _problem(status: int, error: Exception) -> Answer:
-    return Answer(status, {"error": str(error)})
-
-
 def _read_query(query: str) -> dict[str, Any]:
     """Raises: Refused for more than a few short values."""
     try:
@@ -214,31 +194,21 @@ _MOST_POINTS = 500  # in one message; a page that gets more asks for the run aga
 
 
 @dataclass
-class _Known:
-    """What pages know of one run."""
-
-    state: str
-    last_step: int
-    last_eval: int
-    num_files: int
-
-
-@dataclass
 class News:
     """Gathers once a second; looks at running trainings, and at others only as they end or appear."""
 
     store: RunStore
     queue: JobQueue
     is_busy: bool = False  # a training runs
-    _known: dict[str, _Known] = field(default_factory=dict)
+    _known: dict[str, tuple[str, int, int, int]] = field(default_factory=dict)  # state, last step and evaluation, files
     _jobs: list[dict[str, Any]] = field(default_factory=list)
 
     def gather(self) -> dict[str, Any]:
         """Look after the queue, and what is new: {} or {"runs": [...], "jobs": [...], "gone": [...]}."""
         self.queue.tick()
-        looked = [self._look(run) for run in self.store.shown(glance=True)]
+        looked = [self._look(run) for run in self.store.shown()]
         news = [values for values in looked if values is not None]
-        self.is_busy = any(known.state == "running" for known in self._known.values())
+        self.is_busy = any(state == "running" for state, *_ in self._known.values())
         found: dict[str, Any] = {"runs": news} if news else {}
         if gone := [run for run in self._known if run not in self.store]:
             found["gone"] = gone
@@ -251,20 +221,18 @@ class News:
 
     def _look(self, run: str) -> dict[str, Any] | None:
         record, known = self.store.record(run), self._known.get(run)
-        if known is not None and known.state != "running" and (record is None or record.state == known.state):
+        if known is not None and known[0] != "running" and (record is None or record.state == known[0]):
             return None
         is_new = self.store.progress_is_new(run)
-        summary = self.store.summary(run)
-        progress = self.store.progress(run)
-        num_files = self.store.num_files(run)
-        now = _Known(summary["state"], progress.step, int(progress.evals[-1][0]) if progress.evals else -1, num_files)
+        summary, progress = self.store.summary(run), self.store.progress(run)
+        last_eval, num_files = int(progress.evals[-1][0]) if progress.evals else -1, self.store.num_files(run)
+        self._known[run] = now = (summary["state"], progress.step, last_eval, num_files)
         if known == now and not is_new:
             return None
-        self._known[run] = now
         if known is None:
             return summary
-        first = min(known.last_step, now.last_step - 1) if now.last_step < known.last_step else known.last_step
-        points = [point for point in progress.steps if point[0] > first]
-        evals = [point for point in progress.evals if point[0] > min(known.last_eval, now.last_eval - 1)]
+        _, step, evaluated, files = known
+        points = [point for point in progress.steps if point[0] > min(step, progress.step - (progress.step < step))]
+        evals = [point for point in progress.evals if point[0] > min(evaluated, last_eval - 1)]
         values = {"points": points, "evals": evals} if len(points) <= _MOST_POINTS else {"is_stale": True}
-        return {**summary, **values, "memory": progress.memory, "files_changed": num_files != known.num_files}
+        return {**summary, **values, "memory": progress.memory, "files_changed": num_files != files}

@@ -1,7 +1,6 @@
 """What the page asks of folders of images: their captions and buckets, small pictures, and a caption that was edited.
 
-Folders are looked for among those that are there, as runs are (store.py). Small pictures come in many requests, so of
-these only folder and file are looked at. Nothing but captions is written.
+Small pictures come in many requests, so of these only folder and file are looked at. Nothing but captions is written.
 """
 
 from __future__ import annotations
@@ -55,12 +54,8 @@ class _Settings(BaseModel):
 
 
 def dataset_routes(names: Callable[[], list[str]], find: Find) -> Routes:
-    """Handlers by method and name.
-
-    Args:
-        names: of the folders that may be requested.
-        find: the folder of a name, and of the only file that is wanted of it, or "". Raises: ValueError.
-    """
+    """Handlers by method and name. names: of the folders that may be requested; find: the folder of a name, and of the
+    only file that is wanted of it, or "". Raises: ValueError."""
     return {
         ("GET", "datasets"): lambda values: Answer(values={"folders": names()}),
         ("GET", "dataset"): lambda values: Answer(

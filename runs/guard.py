@@ -51,11 +51,8 @@ class Refused(ValueError):
 def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]] = tuple) -> None:
     """Refuse a request that a page of another origin makes a browser send, by whatever name it asks this server.
 
-    Browsers say it by Sec-Fetch-Site, and by an Origin that is not the Host requested; programs send neither.
-
-    Args:
-        names: in small letters, under which the server is meant to be reached, besides localhost and all addresses.
-    Raises: Refused.
+    Browsers say it by Sec-Fetch-Site, and by an Origin that is not the Host requested; programs send neither. Names, in
+    small letters, are those under which the server is meant to be reached, besides localhost and all addresses.
     """
     site = headers.get("Sec-Fetch-Site", "same-origin")
     if site not in ("same-origin", "none"):
@@ -100,11 +97,7 @@ def _is_same(origin: str, host: str) -> bool:
 
 def read_body(kind: str, body: bytes) -> dict[str, Any]:
     """The JSON object of a POST, whose values are texts, numbers, true, false and null.
-
-    Args:
-        kind: its Content-Type. Only JSON's is one that no page can send elsewhere without asking the server first.
-    Raises: Refused.
-    """
+    Raises: Refused, also for a kind (Content-Type) other than JSON's, which alone no page sends elsewhere unasked."""
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "send JSON, as application/json")
     if len(body) > MOST_BODY:

@@ -24,13 +24,11 @@ class Progress:
     """What the events of a run have reported up to now.
 
     Args:
-        steps: per step done: step, loss, learning rate, seconds.
-        evals: step and evaluation loss.
+        steps: per step done: step, loss, learning rate, seconds. evals: step and evaluation loss.
         total: steps of the run; 0 before the first.
         phase: what it is doing, such as "captions" or "training".
-        forecast: per device, as the event says it.
-        memory: per device GB, as last measured.
-        samples: file name -> what the event said of it.
+        forecast: per device, as the event says it. memory: per device GB, as last measured.
+        prompts: of samples, by file name.
         changes: step after which it went on with other settings -> a line for each.
     """
 
@@ -43,7 +41,7 @@ class Progress:
     forecast: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, Any] = field(default_factory=dict)
     blocks: Sequence[Any] = ()
-    samples: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict)
     changes: dict[int, list[str]] = field(default_factory=dict)
     _pace: StepPace = field(default_factory=StepPace)
 
@@ -113,7 +111,7 @@ class Progress:
             of_cards = ((_RANK.sub("", name), _numbers(each)) for name, each in event.items() if isinstance(each, dict))
             self.memory = dict(reversed(list(of_cards)))  # of one name on several machines, the first one's
         elif kind == "sample" and isinstance(event.get("file"), str):
-            self.samples[Path(event["file"]).name] = {"step": step, "prompt": _text(event.get("prompt"))}
+            self.prompts[Path(event["file"]).name] = _text(event.get("prompt"))
 
 
 def _is_count(value: Any) -> bool:

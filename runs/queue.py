@@ -1,8 +1,7 @@
 """Trainings in processes of their own: a queue on the disk, with order, in which every job holds the cards it names.
 
 The queue is one file, replaced in one step by whoever changes it, under a lock. Whoever looks after it (a ComfyUI)
-starts jobs when their cards are free, and may end and come back: jobs go on without it, and are found again by their
-process.
+starts jobs when their cards are free, and may end and come back: jobs go on without it.
 
 The file lies where no request can write, and so does the job of each run that was started: what a browser can send, it
 can send into the folder of the runs, too. What a run's folder says is shown, and never started (decision 48).
@@ -55,13 +54,10 @@ class QueuedJob:
     """A training that waits, or that was started and has not appeared in its run's record yet.
 
     Args:
-        root: of the store that its run is in.
-        run: its run's name in the store.
-        devices: every card it uses.
-        job: as job_to_dict gives it.
+        root, run: of the store that its run is in, and its name there.
+        devices: every card it uses. job: as job_to_dict gives it.
         is_resumed: it goes on from its newest checkpoint, and how.
-        process: once it was started.
-        message: why it failed.
+        process, message: once it was started; why it failed.
         is_stopped: a stop was requested before it could hear.
     """
 
@@ -188,9 +184,9 @@ class JobQueue:
             return [queue]
         held = self.held() if any(job.state == "waiting" for job in jobs) else {}
         for job in jobs:
+            values = {name: getattr(job, name) for name in ("id", "run", "state", "is_resumed")}
             why = job.message if job.state != "waiting" else explain(job.devices, held)
-            values = {"id": job.id, "run": job.run, "devices": list(job.devices), "state": job.state, "why": why}
-            found.append({**values, "is_resumed": job.is_resumed})
+            found.append({**values, "devices": list(job.devices), "why": why})
             if job.state == "waiting":
                 held = {**{card: f"the queued run {job.run} comes first on" for card in job.devices}, **held}
         return found
@@ -209,15 +205,12 @@ class JobQueue:
 
     def tick(self) -> list[str]:
         """Look after the queue: start what can be started, note what has ended; names of runs that changed.
-
-        A no-op while another process does so.
-        """
+        A no-op while another process does so."""
+        changed: list[str] = []
         if not self._readable():
-            return []
-        with self._alone() as is_ours:
-            if not is_ours:
-                return []
-            changed = [job.run for job in self.jobs() if job.state == "starting" and self._follow(job)]
+            return changed
+        with contextlib.suppress(Busy), self._held(0.0):
+            changed += [job.run for job in self.jobs() if job.state == "starting" and self._follow(job)]
             waiting = [job for job in self.jobs() if job.state == "waiting"]
             held = dict(self.held()) if waiting else {}
             for job in waiting:
@@ -225,7 +218,7 @@ class JobQueue:
                     self._start(job)
                     changed.append(job.run)
                 held |= {card: "" for card in job.devices}  # its own now, or kept for it
-            return changed
+        return changed
 
     def folder(self, run: str) -> Path:
         """Of a run, there or not. Raises: ValueError for a name that leads out of the store, also by a link."""
@@ -247,15 +240,9 @@ class JobQueue:
         return run
 
     @contextlib.contextmanager
-    def _alone(self, wait_s: float = 0.0) -> Iterator[bool]:
-        """Whether nobody else looks after the queue, after waiting so long for the end of that."""
+    def _held(self, wait_s: float = _WAIT_S) -> Iterator[None]:
+        """Nobody else changes the queue inside, or looks after it. Raises: Busy after waiting so long."""
         with _this_process, alone(self._folder / _LOCK, wait_s) as is_ours:
-            yield is_ours
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Nobody else changes the queue inside. Raises: Busy."""
-        with self._alone(wait_s=_WAIT_S) as is_ours:
             if not is_ours:
                 raise Busy("the queue is starting other trainings; try again in a moment")
             yield
@@ -269,8 +256,7 @@ class JobQueue:
             Requests(self.folder(run)).clear()
             file = self.kept.keep(config)
             self._change(job, state="starting")  # first, or a kill in between would start it twice
-            command = train_command(config, file, self._native, resume=job.is_resumed)
-            log = file.with_suffix(".log")
+            command, log = train_command(config, file, self._native, resume=job.is_resumed), file.with_suffix(".log")
             with log.open("a", encoding="ascii") as output:
                 output.write(_BEGINS.format(job.id))
             process = start_detached(command, log, {QUEUED: job.id})
@@ -342,25 +328,16 @@ def train_command(job: JobConfig, file: Path, native: Sequence[str], *, resume: 
 
 def explain(devices: Sequence[str], held: Held) -> str:
     """Why a job that names these cards cannot start now, and what to do; "" if it can."""
-    taken = [
-        f"{held[card]} {card}" if held[card] else f"{card} is kept for an earlier job"
-        for card in devices
-        if card in held
-    ]
-    if not taken:
-        return ""
-    return f"{'; '.join(dict.fromkeys(taken))}. Wait until it is free, free it, or choose other cards"
+    taken = {card: held[card] for card in devices if card in held}
+    why = [f"{who} {card}" if who else f"{card} is kept for an earlier job" for card, who in taken.items()]
+    return f"{'; '.join(why)}. Wait until it is free, free it, or choose other cards" if why else ""
 
 
 _START = Path(__file__).resolve().parent.parent / "nodes" / "host" / "native" / "start.py"
 
 
 def native_command(python: str | Path, folder: str | Path, base: str | Path) -> list[str]:
-    """The beginning of a command; what `devicebridge` takes comes behind it.
-
-    Args:
-        folder: of ComfyUI's code. base: where its models lie.
-    """
+    """The beginning of a command, with the folder of ComfyUI's code, and the base in which its models lie."""
     return [str(python), str(_START), str(folder), str(base)]
 
 

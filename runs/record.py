@@ -2,9 +2,7 @@
 
 The process is named so that another with the same number is not taken for it. A record that says "running" while its
 process is gone is that of a crash. Of a process that cannot be seen from here, in another container or computer, the
-lock on its run's folder tells. The system takes that back when its owner ends, however that is. Who holds it is written
-beside the locked file, which nobody else may read on Windows. A pair of experts holds the folder of both, and each of
-its processes its own folder below that.
+lock on its run's folder tells. The system takes that back when its owner ends, however that is.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -50,11 +48,9 @@ class RunRecord:
     """What a run says of itself.
 
     Args:
-        status: "running" as long as nothing else was written; state_of tells whether that is so.
-        devices: of its blocks, in order.
-        steps: to the end.
-        job: as job_to_dict gives it, to resume from.
-        message: why it failed.
+        status: "running" as long as nothing else was written; state tells whether that is so.
+        devices: of its blocks, in order. steps: to the end.
+        job, message: as job_to_dict gives it, to resume from; why it failed.
         since: when it began, seconds since 1970; of other clocks than ours, or of one that was set.
         queued: id of the queue's job that started it; "" of one that the queue did not start.
         folder: where it was read; None of one that was not.
@@ -81,19 +77,17 @@ class RunRecord:
 _RECORDS = pydantic.TypeAdapter(RunRecord)
 
 
+@dataclass
 class Recording:
     """The record of the run that this process is in; setting `status` says how it ends."""
 
-    def __init__(self) -> None:
-        self.status: Status = "finished"
+    status: Status = "finished"
 
 
 @contextmanager
 def recorded_run(folder: Path, job: JobConfig, devices: Sequence[str]) -> Iterator[Recording]:
     """Say in the folder that a run is under way, and at the end how it ended; requests to it are then forgotten.
-
-    Raises: OSError naming the file if the disk refuses at the start.
-    """
+    Raises: OSError naming the file if the disk refuses at the start."""
     mark, queued = own_mark(), os.environ.get(QUEUED, "")
     record = RunRecord("running", mark, tuple(devices), job.train.steps, job_to_dict(job), "", time.time(), queued)
     _write(folder, record)
@@ -108,10 +102,8 @@ def recorded_run(folder: Path, job: JobConfig, devices: Sequence[str]) -> Iterat
 
 def _end(folder: Path, record: RunRecord) -> None:
     Requests(folder).clear()
-    try:
+    with contextlib.suppress(OSError):  # a full disk has been reported; this run is then one that crashed
         _write(folder, record)
-    except OSError:  # a full disk has been reported; this run is then one that crashed
-        return
 
 
 def _write(folder: Path, record: RunRecord) -> None:
@@ -132,20 +124,16 @@ def read_record(folder: Path) -> RunRecord | None:
 # ---- the jobs of runs that this ComfyUI has started, in a folder that no request can write: what a run is resumed
 
 
+@dataclass(frozen=True)
 class KeptJobs:
-    """A job file for each run, named after its folder; beside it lies the output of its process.
+    """A job file for each run, named after its folder; beside it lies the output of its process."""
 
-    Args:
-        folder: need not exist.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     def file(self, run: Path) -> Path:
         """Of a run, by its folder."""
         name, place = re.sub(r"[^A-Za-z0-9_-]", "_", run.name)[:60], os.path.realpath(run)
-        return self._folder / f"{name}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:16]}.toml"
+        return self.folder / f"{name}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:16]}.toml"
 
     def keep(self, job: JobConfig) -> Path:
         """Remember the job as the one of its run; its file. Raises: OSError; ValueError as save_for_process."""
@@ -162,43 +150,35 @@ class KeptJobs:
 # ---- one run at a time in a folder
 
 
-_OWNER = ".run.owner"
 _LOOK_S = 0.2  # whoever looks whether a run lives holds its lock for a moment
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold an output folder, made if it is not there; sweeps what a killed run has left in it.
-
-    Raises: RuntimeError naming the process that holds it; ValueError for a folder that cannot be written.
-    """
+    Raises: RuntimeError naming the process that holds it; ValueError for a folder that cannot be written."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         claim = take_claim(folder / RUN_LOCK, _LOOK_S)
     except OSError as error:
-        raise ValueError(
-            f"output.folder {folder} cannot be written ({error.strerror or error}); {what_helps(error)}, or choose "
-            "another"
-        ) from error
+        why = f"output.folder {folder} cannot be written ({error.strerror or error})"
+        raise ValueError(f"{why}; {what_helps(error)}, or choose another") from error
     if claim is None:
-        owner = "another run"
-        with contextlib.suppress(OSError, ValueError):
-            owner = (folder / _OWNER).read_text(encoding="utf-8")
-        raise RuntimeError(
-            f"{folder} is in use by {owner}; wait for that run to end, stop it (it saves what is done), or "
-            "choose another output.folder"
-        )
+        owner = ""
+        with contextlib.suppress(OSError, ValueError):  # Windows lets nobody read it
+            owner = (folder / RUN_LOCK).read_text(encoding="utf-8")
+        helps = "wait for that run to end, stop it (it saves what is done), or choose another output.folder"
+        raise RuntimeError(f"{folder} is in use by {owner or 'another run'}; {helps}")
     try:
         remove_leftovers(folder)
         since = datetime.now().astimezone().isoformat(timespec="seconds")
-        owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
         with contextlib.suppress(OSError):  # it serves a message only; what a full disk means is said when saving
-            write_atomically(folder / _OWNER, owner.encode())
+            claim.file.truncate(0)
+            claim.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode())
+            claim.file.flush()
         yield
     finally:
-        with contextlib.suppress(OSError):
-            (folder / _OWNER).unlink()
         claim.release()
         if is_new:
             with contextlib.suppress(OSError):

@@ -1,8 +1,7 @@
 """All runs below one folder, as ComfyUI's page and `devicebridge jobs` show them.
 
 A run, a checkpoint or a picture that somebody asks for by name is looked for among those that are there. No path is
-made of a name, and no link is followed, so no name leads anywhere else. A file that was read is read again only where
-it has changed.
+made of a name, and no link is followed, so no name leads anywhere else.
 """
 
 from __future__ import annotations
@@ -15,13 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.ranges import STATE_FILES
+from ..config.ranges import LORA_ENDING, STATE_FILES
 from ..system.files import is_number
-from .folders import RunFolders
 from .progress import Progress, thinned
 from .record import RUN_FILE, RunRecord, read_record
 
 _Stamp = tuple[int, int, int]
+_DEPTH = 3
+_MARKS = {"run.json", "checkpoints"}
+NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}  # folders that are no run, whatever they hold
+_LONGEST = 40  # characters of a word in a run's name
 _MOST_SHOWN = 200
 _CHECKPOINT = re.compile(r"step-(\d{6,12})")
 _SAMPLE = re.compile(r"(\d{1,12})_(\d{1,6})\.(png|webp|jpg|mp4)")
@@ -31,9 +33,13 @@ _MOST_SAMPLES = 2000
 class NotThere(ValueError):
     """Nothing of that name is in the store."""
 
+    status = 404  # of HTTP
+
 
 class Busy(ValueError):
     """What was requested cannot be done as things stand."""
+
+    status = 409
 
 
 @dataclass(frozen=True)
@@ -46,43 +52,36 @@ class Checkpoint:
 
 
 class RunStore:
-    """The runs below a folder, which need not exist. Not for several threads at once.
-
-    Args:
-        root: of a ComfyUI, output/devicebridge.
-    """
+    """The runs below a folder, of a ComfyUI output/devicebridge, which need not exist. Not for threads at once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._folders = RunFolders(root)
+        self._runs: list[str] = []  # at the last look
         self._progress: dict[str, Progress] = {}
         self._records: dict[str, tuple[_Stamp, RunRecord | None]] = {}
-        self._may_run: set[str] = set()
 
     def ids(self) -> list[str]:
         """Names of all runs, relative to the root with "/", the newest first."""
-        return self._folders.names()
+        self._runs = find_runs(self.root)
+        return self._runs
 
-    def shown(self, *, glance: bool = False) -> list[str]:
-        """The newest 200, and those that are under way. glance: old runs that change are seen some looks later."""
-        return list(dict.fromkeys([*self._folders.names(glance=glance)[:_MOST_SHOWN], *self.running()]))
+    def shown(self) -> list[str]:
+        """The newest 200, and those that are under way."""
+        return list(dict.fromkeys([*self.ids()[:_MOST_SHOWN], *self.running()]))
 
     def running(self) -> list[str]:
         """Of the runs that were there at the last look all those under way."""
-        records = {run: self.record(run) for run in self._may_run | self._folders.take_changed()}
-        self._may_run = {run for run, record in records.items() if record and record.status == "running"}
-        return sorted(self._may_run)
+        return [run for run in self._runs if (record := self.record(run)) and record.status == "running"]
 
     def __contains__(self, run: str) -> bool:
         """Whether it was there at the last look."""
-        return run in self._folders
+        return run in self._runs
 
     def find(self, run: object) -> Path:
         """The folder of a run. Raises: NotThere."""
-        folder = self._folders.find(run)
-        if folder is None:
+        if run not in self.ids():
             raise NotThere("there is no run of this name")
-        return folder
+        return self.root / str(run)
 
     def progress(self, run: str) -> Progress:
         """What its events tell, up to date."""
@@ -146,12 +145,7 @@ class RunStore:
                 for each in list_checkpoints(folder)
             ],
             "samples": [
-                {
-                    "file": file.name,
-                    "step": step,
-                    "index": index,
-                    "prompt": progress.samples.get(file.name, {}).get("prompt", ""),
-                }
+                {"file": file.name, "step": step, "index": index, "prompt": progress.prompts.get(file.name, "")}
                 for step, index, file in _sample_files(folder)[-_MOST_SAMPLES:]
             ],
         }
@@ -174,7 +168,7 @@ class RunStore:
     def lora(self, run: object, step: object) -> Path:
         """The LoRA file of a checkpoint, or with step None of the finished run. Raises: NotThere."""
         for each in list_checkpoints(self.find(run)):
-            if each.lora is not None and (each.folder is None if step is None else each.folder and each.step == step):
+            if each.lora is not None and step == (None if each.folder is None else each.step):
                 return each.lora
         raise NotThere("there is no LoRA of this step")
 
@@ -194,9 +188,7 @@ class RunStore:
             raise NotThere("there is no checkpoint of this step")
         record = self.record(folder.relative_to(self.root).as_posix())
         if chosen is kept[-1] and record is not None and record.state == "running":
-            raise Busy(
-                "the newest checkpoint of a running training is what a crash would be resumed from; stop it first"
-            )
+            raise Busy("a crash of this training would be resumed from its newest checkpoint; stop it first")
         hidden = chosen.folder.with_name(f".{chosen.folder.name}.deleted")
         chosen.folder.rename(hidden)  # whenever this is interrupted, it is whole or not listed
         shutil.rmtree(hidden)
@@ -208,14 +200,11 @@ SETTINGS = ("train.steps", "optimizer.learning_rate", "schedule.name")
 
 def settings_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a job's plain values that are as they should be, by key."""
-    found = {}
-    for key in SETTINGS:
-        section, _, name = key.partition(".")
-        inside = job.get(section)
-        value = inside.get(name) if isinstance(inside, dict) else None
-        if is_number(value) or (isinstance(value, str) and len(value) < 40):
-            found[key] = value
-    return found
+    split = {key: key.split(".") for key in SETTINGS}
+    found = {
+        key: job[section].get(name) for key, (section, name) in split.items() if isinstance(job.get(section), dict)
+    }
+    return {key: each for key, each in found.items() if is_number(each) or (isinstance(each, str) and len(each) < 40)}
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:
@@ -255,3 +244,37 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return [] if folder.is_symlink() else sorted(entries, key=lambda entry: entry.name)
     except OSError:
         return []
+
+
+# ---- folders and names of runs
+
+
+def plain_name(text: str) -> str:
+    """Of a run, as a person writes it."""
+    return text.strip().removesuffix(LORA_ENDING)
+
+
+def run_name(name: str, trigger_word: str, images: str) -> str:
+    """What the run and the LoRA of a training of four choices are called. images: a folder's name."""
+    words = (re.sub(r"[^\w-]+", "_", each.strip()).strip("_")[:_LONGEST] for each in (trigger_word, Path(images).name))
+    found = plain_name(name) or next(filter(None, words), "my_lora")
+    return f"{found}_lora" if found.casefold() in NO_RUNS else found
+
+
+def find_runs(root: Path) -> list[str]:
+    """Names of all folders below a root that hold runs, relative to it, with "/", the newest first. No link is
+    followed."""
+    found, left = [], [""]
+    while left:
+        name = left.pop()
+        try:
+            with os.scandir(root / name) as listed:
+                entries = list(listed)
+            if name and any(entry.name in _MARKS for entry in entries):
+                found.append((os.stat(root / name).st_mtime_ns, name))
+        except OSError:  # gone meanwhile, or not ours to read
+            continue
+        for entry in entries if name.count("/") < _DEPTH - 1 else ():
+            if entry.name not in NO_RUNS and entry.name[0] != "." and entry.is_dir(follow_symlinks=False):
+                left.append(f"{name}/{entry.name}".lstrip("/"))
+    return [name for _, name in sorted(found, reverse=True)]

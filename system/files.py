@@ -33,22 +33,14 @@ def user_cache_folder() -> Path:
     """$DEVICEBRIDGE_CACHE, else a folder in the platform's place for caches. It need not exist."""
     if os.environ.get(CACHE_VARIABLE):
         return Path(os.environ[CACHE_VARIABLE]).expanduser()
-    if sys.platform == "win32":
-        place = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        place = "~/Library/Caches"
-    else:
-        place = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(place).expanduser() / "devicebridge"
+    known = {"win32": ("LOCALAPPDATA", "~/AppData/Local"), "darwin": ("", "~/Library/Caches")}
+    variable, usual = known.get(sys.platform, ("XDG_CACHE_HOME", "~/.cache"))
+    return Path(os.environ.get(variable) or usual).expanduser() / "devicebridge"
 
 
 def read_ordinary(path: Path, most_bytes: int, wanted: str) -> bytes:
     """The content of an ordinary file: a pipe would keep us waiting, and a device has no end.
-
-    Args:
-        wanted: what the file should be, for the message.
-    Raises: OSError if it cannot be read; ValueError for another kind of file, or a larger one, without its name.
-    """
+    Raises: OSError if it cannot be read; ValueError without its name for what is not `wanted`, or a larger file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"is no ordinary file; give {wanted}")
@@ -59,9 +51,7 @@ def read_ordinary(path: Path, most_bytes: int, wanted: str) -> bytes:
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Replace `path` by these bytes, which may come in pieces; missing folders are made.
-
-    Raises: OSError naming the file if the disk refuses; the old file is then still there.
-    """
+    Raises: OSError naming the file if the disk refuses; the old file is then still there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
@@ -134,12 +124,7 @@ _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", flo
 
 
 def read_json_object(file: Path, remedy: str = "download it again") -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Args:
-        remedy: what would help, for the message.
-    Raises: ValueError naming the file if it is no JSON or no object; FileNotFoundError.
-    """
+    """The object that a JSON file holds. Raises: ValueError naming file and remedy if it is none; FileNotFoundError."""
     try:
         text = read_ordinary(file, _MOST_BYTES, "a JSON file")
     except ValueError as error:
@@ -148,12 +133,7 @@ def read_json_object(file: Path, remedy: str = "download it again") -> dict[str,
 
 
 def parse_json_object(text: bytes | str, what: str, remedy: str = "download it again") -> dict[str, Any]:
-    """The same for a text that was read already.
-
-    Args:
-        what: whose text this is, for the message.
-    Raises: ValueError for a text that is no JSON, no object, or says one name twice.
-    """
+    """The same for a text of `what`. Raises: ValueError for one that is no JSON, no object, or says one name twice."""
     return expect(parse_json(text, what, remedy), dict, what, remedy)
 
 
@@ -172,9 +152,7 @@ def is_number(value: Any) -> bool:
 
 def expect(value: Any, kind: type | tuple[type, ...], what: str, remedy: str = "download it again") -> Any:
     """The value, if it is of this kind; true and false are no numbers, nor is what is_number refuses.
-
-    Raises: ValueError saying what it is.
-    """
+    Raises: ValueError."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) in (int, float) and not is_number(value):
         raise ValueError(f"{what} is a number that is not finite, or too large; {remedy}")
@@ -219,20 +197,14 @@ def links_below(folder: Path) -> Iterator[Path]:
 
 @dataclass
 class Looked:
-    """Entries that one look into a folder and its sub-folders has seen.
-
-    Args:
-        ask: called now and then; raises to stop.
-    """
+    """Entries that one look into a folder and its sub-folders has seen; ask is called now and then, raises to stop."""
 
     ask: Callable[[], None] = go_on
     num_seen: int = 0
 
     def entries(self, folder: Path) -> list[Path]:
         """Files and folders in this one that are not hidden, sorted by name.
-
-        Raises: ValueError if this look has seen too many; OSError if the folder cannot be read.
-        """
+        Raises: ValueError if this look has seen too many; OSError if the folder cannot be read."""
         found = []
         self.ask()
         with os.scandir(folder) as entries:

@@ -22,9 +22,7 @@ _STANDARD = {*sys.stdlib_module_names, "__main__", _OURS}
 
 def import_fault(error: BaseException) -> str:
     """What keeps a package from being imported, and what would help; "" for an error that is no failed import.
-
-    A text of this pack about a package that it misses itself is left alone.
-    """
+    A text of this pack about a package that it misses itself is left alone."""
     frames = list(_frames(error.__traceback__))
     if frames and frames[-1][0].partition(".")[0] == _OURS and isinstance(error.__cause__, ImportError):
         return ""
@@ -35,13 +33,11 @@ def import_fault(error: BaseException) -> str:
     said = " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
     if isinstance(cause, ModuleNotFoundError) and cause.name and cause.name.partition(".")[0] == package:
         return f"the package {package} is missing ({said}); pip install {package}"
-    what = f"the package {package}{_version(package)} is installed and cannot be imported ({said})"
+    helps = f"install it again: pip install --force-reinstall {package}"
     if package in _FIT_TORCH:
-        return (
-            f"{what}; install the build of it that fits torch{_version('torch')}, from where torch came, or remove it: "
-            f"pip uninstall {package}"
-        )
-    return f"{what}; install it again: pip install --force-reinstall {package}"
+        helps = f"install the build of it that fits torch{_version('torch')}, from where torch came, or remove it: "
+        helps += f"pip uninstall {package}"
+    return f"the package {package}{_version(package)} is installed and cannot be imported ({said}); {helps}"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -18,7 +18,6 @@ _HELD = {errno.EAGAIN, errno.EACCES, errno.EDEADLK, errno.ESTALE}  # the systems
 _NUM_TRIES = 50
 _TRY_AGAIN_S = 0.02
 _GONE = {errno.ENOENT, errno.ESTALE}  # the latter on NFS, where another machine has removed an open file
-_BEING_REMOVED = {5, 32}  # Windows' numbers for opening a file in the moment in which another removes it
 
 
 _log = logging.getLogger(__name__)
@@ -31,9 +30,7 @@ class NoLocks(OSError):
 
 def try_lock(file: IO[bytes]) -> bool:
     """Lock an open file against all other opens of it, without waiting; closing it, or ending, gives it back.
-
-    Raises: NoLocks where the file system has none.
-    """
+    Raises: NoLocks where the file system has none."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -60,7 +57,7 @@ class Claim:
     is_sure: bool = True  # else the file system has no locks, and others may have it as well
 
     def release(self) -> None:
-        """Give the claim back; a second call is a no-op."""
+        """A second call is a no-op."""
         if self.file.closed:
             return
         if os.name == "nt":  # no open file can be removed there, and none that another has opened meanwhile
@@ -72,9 +69,7 @@ class Claim:
 
 def is_locked(path: Path) -> bool:
     """Whether somebody holds a file, which is locked for a moment to find out; one that is not there nobody holds.
-
-    Raises: NoLocks where the file system has none; OSError if it cannot be opened.
-    """
+    Raises: NoLocks where the file system has none; OSError if it cannot be opened."""
     try:
         with open(path, "r+b") as file:
             return not try_lock(file)
@@ -83,13 +78,8 @@ def is_locked(path: Path) -> bool:
 
 
 def take_claim(path: Path, wait_s: float = 0.0) -> Claim | None:
-    """Claim what this file stands for; None if another process, or another thread, has it. Where the file system has
-    no locks everybody gets it, and one warning says so.
-
-    Args:
-        wait_s: how long others are waited for.
-    Raises: OSError if the file cannot be opened.
-    """
+    """Claim what this file stands for; None if another process, or another thread, has it after wait_s. Where the file
+    system has no locks everybody gets it, and one warning says so. Raises: OSError if the file cannot be opened."""
     until = time.monotonic() + wait_s
     try:
         while (claim := _try_claim(path)) is None and time.monotonic() < until:
@@ -124,16 +114,12 @@ def _try_claim(path: Path) -> Claim | None:
 
 def open_lock(path: Path) -> IO[bytes]:
     """A lock file, made with its folder if it is not there. Raises: OSError."""
-    tries_left = _NUM_TRIES
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(_NUM_TRIES):
+        with contextlib.suppress(PermissionError):  # Windows' answer in the moment in which another removes it
             return open(path, "ab")
-        except OSError as error:
-            tries_left -= 1
-            if getattr(error, "winerror", None) not in _BEING_REMOVED or not tries_left:
-                raise
-        time.sleep(_TRY_AGAIN_S)
+        time.sleep(_TRY_AGAIN_S * (os.name == "nt"))
+    return open(path, "ab")
 
 
 @contextmanager

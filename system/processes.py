@@ -1,37 +1,36 @@
 """Every process this pack starts is started here, from a list of arguments and never through a shell.
 
-A started process leads its own group, so that stopping it stops what it started in turn. But for those of
-start_detached, which outlive us on purpose, it ends with us, however we end, SIGKILL included. For that this file is
-also a program, the guard, between us and what we start. It holds the read end of a pipe whose write end is ours alone.
-When we end, the system closes that, and the guard asks the whole group to end (SIGTERM), gives it time to save, and
-kills it. Linux's parent-death signal would not do: it reaches no grandchild, and comes when the *thread* that started
-the process ends. On Windows a job object does it (at the end of this file).
+A started process ends with us, however we end, SIGKILL included, and so does what it started in turn. But for those of
+start_detached, which outlive us on purpose. For that this file is also a program, the guard, between us and what we
+start, in a process group of their own. Its standard input is a pipe whose other end is ours alone. When we end, the
+system closes that, and the guard asks the group to end (SIGTERM), gives the command time to save, and kills the rest.
+Linux's parent-death signal would not do: it reaches no grandchild, and comes when the *thread* that started the process
+ends. On Windows a job object does it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
+import errno
 import logging
 import os
 import platform
-import select
+import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+_log = logging.getLogger(__name__)
 _IS_WINDOWS = os.name == "nt"
-_POLL_S = 0.05
 _SAME_START_S = 1.0  # what clocks may disagree by
 _MOST_PID = 1 << 32
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ENCODING = {"PYTHONIOENCODING": "utf-8:backslashreplace"}  # of what a process prints, and we read
 
 
@@ -40,8 +39,7 @@ class Running:
     """A process in its own group; leaving the `with` block stops the group whatever happens."""
 
     _process: subprocess.Popen[str]
-    _group: int
-    _release: Callable[[], None]  # closes what the system closes when we end
+    _release: Callable[[], object]  # closes what the system closes when we end
     _stop_timeout_s: float
     _is_stopped: bool = False
 
@@ -53,7 +51,7 @@ class Running:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """None while it runs; on POSIX 128 + its number for a signal."""
         return self._process.poll()
 
     def terminate(self) -> None:
@@ -89,7 +87,7 @@ class Running:
             if _IS_WINDOWS:
                 self._process.terminate() if is_asked else self._process.kill()
             else:
-                os.killpg(self._group, signal.SIGTERM if is_asked else signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGTERM if is_asked else signal.SIGKILL)
 
 
 def start(
@@ -99,23 +97,18 @@ def start(
     environment: Mapping[str, str] | None = None,
     output: IO[Any] | None = None,
     stop_timeout_s: float = 10.0,
-    orphan_timeout_s: float = 10.0,
 ) -> Running:
     """Start a program without waiting for it. It ends when we do.
 
     Args:
-        command: program and arguments.
-        folder: where it runs; None for here.
-        environment: added to ours.
+        folder: where it runs; None for here. environment: added to ours.
         output: open file for standard output and errors; None keeps standard output for each_line.
-        stop_timeout_s: seconds between asking it to stop and killing it.
-        orphan_timeout_s: the same where we have ended without stopping it.
+        stop_timeout_s: seconds between asking it to stop and killing it, also where we have ended.
     Raises: OSError if the program cannot be started.
     """
     options: dict[str, Any] = {
         "cwd": folder,
         "env": {**os.environ, **_ENCODING, **(environment or {})},
-        "stdin": subprocess.DEVNULL,
         "stdout": output if output is not None else subprocess.PIPE,
         "stderr": subprocess.STDOUT if output is not None else subprocess.DEVNULL,
         "text": True,
@@ -125,48 +118,20 @@ def start(
     parts = [str(part) for part in command]
     if _IS_WINDOWS:
         flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
-        process = subprocess.Popen(parts, creationflags=flags, **options)
-        ends = end_with_us(int(process._handle))  # type: ignore[attr-defined]
-        return Running(process, process.pid, ends, stop_timeout_s)
-    lifeline, ours = os.pipe()
-    try:
-        process, group = _start_guarded(parts, options, lifeline, orphan_timeout_s)
-    except BaseException:  # an interrupt too: a guard that has started sees our end closed
-        os.close(ours)
-        raise
-    finally:
-        os.close(lifeline)
-    return Running(process, group, lambda: os.close(ours), stop_timeout_s)
-
-
-def _start_guarded(
-    command: list[str], options: dict[str, Any], lifeline: int, orphan_timeout_s: float
-) -> tuple[subprocess.Popen[str], int]:
-    """The guard, which ends with the command's exit code, and the command's process group."""
-    reads, tells = os.pipe()
-    guard = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
-    guard += [str(lifeline), str(tells), str(orphan_timeout_s), *command]
-    with open(reads, encoding="ascii") as answers:
-        try:
-            process = subprocess.Popen(guard, start_new_session=True, pass_fds=(lifeline, tells), **options)
-        finally:
-            os.close(tells)
-        kind, _, number = answers.read().partition(" ")
-    if kind == "group":
-        return process, int(number)
-    if process.stdout is not None:
-        process.stdout.close()
-    code = process.wait()
-    if kind == "error":
-        raise OSError(int(number), os.strerror(int(number)), command[0])
-    raise OSError(f"{command[0]} was not started: {sys.executable}, which was to start it, ended with code {code}")
+        process = subprocess.Popen(parts, stdin=subprocess.DEVNULL, creationflags=flags, **options)
+        return Running(process, end_with_us(int(process._handle)), stop_timeout_s)  # type: ignore[attr-defined]
+    if shutil.which(parts[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), parts[0])
+    guard = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(stop_timeout_s), *parts]
+    process = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True, **options)
+    assert process.stdin is not None
+    lifeline, process.stdin = process.stdin, None
+    return Running(process, lifeline.close, stop_timeout_s)
 
 
 def python_command(code: str, *arguments: str | Path, python: str | Path = sys.executable) -> list[str | Path]:
-    """A command that runs Python code which finds no module in the working folder, where others may write.
-
-    (-P does that, too, and is of Python 3.11. -I also leaves out what the user has installed for himself.)
-    """
+    """A command that runs Python code which finds no module in the working folder, where others may write. (-P does
+    that, too, and is of Python 3.11. -I also leaves out what the user has installed for himself.)"""
     return [python, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
 
 
@@ -182,25 +147,18 @@ def run(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping
 
 def go_on_as(command: Sequence[str | Path]) -> int:
     """Run a program in place of this one, with its terminal and its signals; the exit code.
-
     Returns on Windows alone, where no program takes another's place: there this one waits, and the other ends with it.
-
-    Raises: OSError if it cannot be started.
-    """
+    Raises: OSError if it cannot be started."""
     parts = [str(part) for part in command]
     sys.stdout.flush()
     sys.stderr.flush()
     if not _IS_WINDOWS:
         os.execv(parts[0], parts)
     process = subprocess.Popen(parts)
-    release = end_with_us(int(process._handle))  # type: ignore[attr-defined]
+    end_with_us(int(process._handle))  # type: ignore[attr-defined]
     while True:
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:  # the console has interrupted the other one as well, which saves
-            continue
-        release()
-        return code
+        with contextlib.suppress(KeyboardInterrupt):  # the console has interrupted the other one as well, which saves
+            return process.wait()
 
 
 # ---- processes that outlive us ----
@@ -208,20 +166,16 @@ def go_on_as(command: Sequence[str | Path]) -> int:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """Names one process for ever.
+    """Names one process.
 
     Args:
-        pid: its number.
-        started: when, in seconds since 1970 by a clock that may be set.
+        pid: its number. started: when, in seconds since 1970 by a clock that may be set.
         host: name of its computer, which may be changed.
-        birth: what nobody changes: the start of its kernel, its container, and when in that kernel's time it started.
-            "" where the system does not tell (Linux does), and in files of earlier versions.
     """
 
     pid: int
     started: float
     host: str
-    birth: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.pid < _MOST_PID:
@@ -232,15 +186,14 @@ class ProcessMark:
 
         Args:
             held: a file that it keeps locked. That tells of a process which cannot be seen from here, in another
-                container or computer; without it, or without locks, one of a host of another name counts as alive.
+                container or computer, and of one whose clock was set; without it, or without locks, one of a host of
+                another name counts as alive.
         """
-        if self.birth and self.birth.rpartition(" ")[0] == _kernel():
-            return _birth(self.pid) == self.birth
+        is_ours = self.host == platform.node()
+        if is_ours and (found := _process(self.pid)) is not None and abs(found - self.started) < _SAME_START_S:
+            return True
         from .locks import is_locked
 
-        is_ours = self.host == platform.node()
-        if is_ours and not (self.birth and _kernel()):
-            return (found := _process(self.pid)) is not None and abs(found - self.started) < _SAME_START_S
         try:
             return not is_ours if held is None else is_locked(held)
         except OSError:
@@ -253,7 +206,7 @@ def own_mark() -> ProcessMark:
 
 
 def _mark_of(pid: int) -> ProcessMark:
-    return ProcessMark(pid, _process(pid) or 0.0, platform.node(), _birth(pid))
+    return ProcessMark(pid, _process(pid) or 0.0, platform.node())
 
 
 def _process(pid: int) -> float | None:
@@ -267,31 +220,13 @@ def _process(pid: int) -> float | None:
         return None
 
 
-@functools.cache
-def _kernel() -> str:
-    """This start of the Linux kernel, and the container whose processes share their numbers; "" elsewhere."""
-    with contextlib.suppress(OSError):
-        return f"{_BOOT.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _birth(pid: int) -> str:
-    """See ProcessMark; "" of one that does not run."""
-    with contextlib.suppress(OSError):
-        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return f"{_kernel()} {int(rest[18])}" if _kernel() and state not in (b"Z", b"X") else ""
-    return ""
-
-
 def start_detached(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
 ) -> ProcessMark:
     """Start a program that goes on when we end, in a session of its own, and no longer belongs to us.
 
-    Args:
-        log: what it prints is added to this file, in whose folder it runs. But on Windows the file is locked until the
-            program has ended.
-        environment: added to ours.
+    What it prints is added to the log, in whose folder it runs, and which is locked until it has ended, but on Windows.
+
     Raises: OSError if it cannot be started.
     """
     from .locks import try_lock
@@ -315,134 +250,47 @@ def start_detached(
 # ---- the guard, a program of its own ----
 
 
-def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str]) -> int:
-    """Start the command in its own group, and wait for its end, or for the end of the process that started us.
-
-    Says "group <its id>" or "error <errno>" through tells. Returns the command's exit code.
-    """
+def _guard(stop_timeout_s: float, command: list[str]) -> int:
+    """Start the command, and wait for its end, or for that of our standard input; returns the command's exit code."""
     assert sys.platform != "win32"
-    polite = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    defaults = [number for number in polite if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays in force
-    for number in polite:
-        signal.signal(number, signal.SIG_IGN)
-    for inherited in (lifeline, tells):
-        os.set_inheritable(inherited, False)
-    woken, wakes = os.pipe()  # woken can be read from whenever a child has ended
-    os.set_blocking(woken, False)
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wakes)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    try:
-        child = os.posix_spawnp(
-            command[0], command, os.environ, setpgroup=0, setsigdef=[*defaults, signal.SIGPIPE, signal.SIGXFSZ]
-        )
-        answer = f"group {child}"
-    except OSError as error:
-        child, answer = 0, f"error {error.errno}"
-    with contextlib.suppress(BrokenPipeError):  # nobody is there any more, as the lifeline will say too
-        os.write(tells, answer.encode())
-    os.close(tells)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its output ends with it, not with us
-    if not child:
-        return 127
-    while True:
-        ready, _, _ = select.select([lifeline, woken], [], [])
-        if lifeline in ready:
-            return _end_orphans(child, orphan_timeout_s)
-        os.read(woken, 512)
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return _end_like(os.waitstatus_to_exitcode(status))
-
-
-def _end_orphans(group: int, timeout_s: float) -> int:
-    """Ask all of a group to end, and kill what is left of it after timeout_s. Its leader is a child of ours."""
-    assert sys.platform != "win32"
-    end = time.monotonic() + timeout_s
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGTERM)
-        while time.monotonic() < end:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(group, os.WNOHANG)
-            os.killpg(group, 0)
-            time.sleep(_POLL_S)
-        os.killpg(group, signal.SIGKILL)
-    return 128 + signal.SIGTERM
-
-
-def _end_like(code: int) -> int:
-    """The exit code; where a signal ended the command, end by that signal too, without a second core dump."""
-    assert sys.platform != "win32"
-    if code >= 0:
-        return code
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # SIGKILL has no handler
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-    return 128 - code
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, lambda number, frame: None)  # which no program inherits, as it would SIG_IGN
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    ended: queue.SimpleQueue[int | bytes] = queue.SimpleQueue()
+    for wait in (child.wait, lambda: os.read(0, 1)):
+        threading.Thread(target=lambda wait=wait: ended.put(wait()), daemon=True).start()
+    code = ended.get()
+    if isinstance(code, int):
+        return code if code >= 0 else 128 - code
+    os.killpg(0, signal.SIGTERM)
+    with contextlib.suppress(queue.Empty):
+        ended.get(timeout=stop_timeout_s)
+    os.killpg(0, signal.SIGKILL)
+    return 1
 
 
 if __name__ == "__main__":
-    sys.exit(_guard(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))
+    sys.exit(_guard(float(sys.argv[1]), sys.argv[2:]))
 
 
 # ---- windows' way to let a process end with us: a job object
 
-
-_log = logging.getLogger(__name__)
-
 _KILL_ON_JOB_CLOSE = 0x2000
-_EXTENDED_LIMITS = 9  # JobObjectExtendedLimitInformation
+_EXTENDED_LIMITS = 9  # JobObjectExtendedLimitInformation, of 144 bytes with LimitFlags at 16
 
 
-class _BasicLimits(ctypes.Structure):
-    _fields_ = [
-        ("per_process_user_time", ctypes.c_int64),
-        ("per_job_user_time", ctypes.c_int64),
-        ("flags", ctypes.c_uint32),
-        ("minimum_working_set", ctypes.c_size_t),
-        ("maximum_working_set", ctypes.c_size_t),
-        ("active_processes", ctypes.c_uint32),
-        ("affinity", ctypes.c_size_t),
-        ("priority_class", ctypes.c_uint32),
-        ("scheduling_class", ctypes.c_uint32),
-    ]
-
-
-class _ExtendedLimits(ctypes.Structure):
-    _fields_ = [
-        ("basic", _BasicLimits),
-        ("io_counters", ctypes.c_uint64 * 6),
-        ("process_memory", ctypes.c_size_t),
-        ("job_memory", ctypes.c_size_t),
-        ("peak_process_memory", ctypes.c_size_t),
-        ("peak_job_memory", ctypes.c_size_t),
-    ]
-
-
-def end_with_us(process: int) -> Callable[[], None]:
-    """Put a process, and what it will start, into a job of its own; the returned function ends them all.
-
-    Where the system refuses, a warning says so, and the function does nothing.
-
-    Args:
-        process: handle.
-    """
+def end_with_us(process: int) -> Callable[[], object]:
+    """Put a process, by its handle, and what it will start, into a job of its own; the returned function ends them all.
+    Where the system refuses, a warning says so, and the function does nothing."""
     kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
     kernel.CreateJobObjectW.restype = ctypes.c_void_p
-    kernel.CreateJobObjectW.argtypes = (ctypes.c_void_p, ctypes.c_wchar_p)
-    kernel.SetInformationJobObject.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32)
-    kernel.AssignProcessToJobObject.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    kernel.CloseHandle.argtypes = (ctypes.c_void_p,)
-    limits = _ExtendedLimits()
-    limits.basic.flags = _KILL_ON_JOB_CLOSE
-    job = kernel.CreateJobObjectW(None, None)
+    job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
+    limits = bytes(16) + _KILL_ON_JOB_CLOSE.to_bytes(4, "little") + bytes(124)
     is_in_job = (
         job
-        and kernel.SetInformationJobObject(job, _EXTENDED_LIMITS, ctypes.byref(limits), ctypes.sizeof(limits))
-        and kernel.AssignProcessToJobObject(job, process)
+        and kernel.SetInformationJobObject(job, _EXTENDED_LIMITS, limits, len(limits))
+        and kernel.AssignProcessToJobObject(job, ctypes.c_void_p(process))
     )
     if not is_in_job:
         _log.warning("Windows gave no job object; a process started here goes on if this one is killed")

@@ -81,12 +81,7 @@ class NowAndThen:
 
 class Pace:
     """Measures from `restart` on, so that loading a model is not taken for slow work.
-
-    The first count, and one that grows by more than one, stand for work found done, and restart the measurement too.
-
-    Args:
-        clock: seconds from any beginning.
-    """
+    The first count, and one that grows by more than one, stand for work found done, and restart the measurement too."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -97,40 +92,29 @@ class Pace:
         """Measure from here."""
         self._first_done, self._first_s = self._done, self._clock()
 
-    def update(self, done: int) -> None:
-        """So much is done now."""
+    def update(self, done: int, total: int) -> dict[str, float | None]:
+        """So much is done now: "per_second", None until something was done since the restart, and seconds "left_s"."""
         is_found = done - self._done != 1 or self._done < 0
         self._done = done
         if is_found:
             self.restart()
-
-    @property
-    def per_second(self) -> float | None:
-        """None until something was done since the start of the measurement."""
-        elapsed_s = self._clock() - self._first_s
-        num_done = self._done - self._first_done
-        return num_done / elapsed_s if num_done and elapsed_s > 0 else None
-
-    def left_s(self, total: int) -> float | None:
-        """Seconds until all is done at this pace."""
-        per_second = self.per_second
-        return None if per_second is None else (total - self._done) / per_second
+        elapsed_s, num_done = self._clock() - self._first_s, done - self._first_done
+        if not num_done or elapsed_s <= 0:
+            return {"per_second": None, "left_s": None}
+        return {"per_second": num_done / elapsed_s, "left_s": (total - done) * elapsed_s / num_done}
 
 
 class StepPace:
-    """Seconds of a step: the median of the last ones, so that the time left does not jump."""
+    """Seconds of a step: the median of the last ones, so that the time left does not jump; None before there is one."""
 
     def __init__(self) -> None:
         self._recent_s: deque[float] = deque(maxlen=_RECENT)
-
-    @property
-    def seconds(self) -> float | None:
-        """None before there is a step."""
-        return statistics.median(self._recent_s) if self._recent_s else None
+        self.seconds: float | None = None
 
     def update(self, elapsed_s: float) -> None:
         """A step took so long."""
         self._recent_s.append(elapsed_s)
+        self.seconds = statistics.median(self._recent_s)
 
     def describe(self, step: int, total: int, loss: float) -> str:
         """ "step 12/500: loss 0.12345, 2.10 s/step, about 17 min left"."""

@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Literal, get_args
@@ -51,8 +52,7 @@ def on_progress(*hear: Callable[[], None]) -> None:
 class StopRequest:
     """Whether a stop was requested; calling it tells."""
 
-    def __init__(self) -> None:
-        self._is_asked = False
+    _is_asked = False
 
     def __call__(self) -> bool:
         return self._is_asked
@@ -112,67 +112,6 @@ def _handling(numbers: list[signal.Signals], handler: Handler) -> Iterator[None]
             signal.signal(number, before)
 
 
-# ---- a command that starts another as several processes, and what the two say to each other: files of a folder
-
-
-_VARIABLE = "DEVICEBRIDGE_LAUNCH"
-_PARENT = "DEVICEBRIDGE_PARENT"
-
-
-class Launch:
-    """The folder of one launch."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """By which the processes find it."""
-        return {_VARIABLE: str(self._folder)}
-
-    def ask_to_stop(self) -> None:
-        (self._folder / "stop").touch()
-
-    def is_asked_to_stop(self) -> bool:
-        return (self._folder / "stop").exists()
-
-    def is_first_to_say(self, text: str) -> bool:
-        """Whether no other process has asked this of the same text before."""
-        try:
-            (self._folder / f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
-
-    def say_code(self, code: int) -> None:
-        """What the command is to end with, if all processes end well."""
-        (self._folder / "code").write_text(str(code), encoding="ascii")
-
-    def code(self) -> int:
-        """What a process has said; 0 if none has."""
-        file = self._folder / "code"
-        return int(file.read_text(encoding="ascii")) if file.exists() else 0
-
-
-def find_launch() -> Launch | None:
-    """The launch that this process is of; None if torchrun was called by somebody else."""
-    folder = os.environ.get(_VARIABLE, "")
-    return Launch(Path(folder)) if folder and Path(folder).is_dir() else None
-
-
-def note_parent() -> None:
-    """Who started this process, for parent_at_start; to be called first of all. A program that takes the place of this
-    one finds it, too."""
-    if not os.environ.get(_PARENT, "").startswith(f"{os.getpid()} "):
-        os.environ[_PARENT] = f"{os.getpid()} {os.getppid()}"
-
-
-def parent_at_start() -> int:
-    """Number of the process that started this one, as far as it was noted; it may have ended since."""
-    process, _, parent = os.environ.get(_PARENT, "").partition(" ")
-    return int(parent) if process == str(os.getpid()) else os.getppid()
-
-
 # ---- what others request of a running training, as files in its folder: whoever can write there may ask
 
 
@@ -185,11 +124,11 @@ def nothing_asked(what: Request) -> bool:
     return False
 
 
+@dataclass(frozen=True)
 class Requests:
     """The requests of one run folder: its files stop_now, save_now and sample_now."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._folder = run_folder
+    folder: Path
 
     def ask(self, what: Request) -> None:
         """Ask for something at the end of the step in hand; two equal requests are one. Raises: OSError."""
@@ -213,4 +152,42 @@ class Requests:
             self.take(what)
 
     def _file(self, what: Request) -> Path:
-        return self._folder / f"{what}_now"
+        return self.folder / f"{what}_now"
+
+
+# ---- a command that starts another as several processes, and what the two say to each other: files of a folder
+
+
+_VARIABLE = "DEVICEBRIDGE_LAUNCH"
+
+
+class Launch(Requests):
+    """The folder of one launch, which may be asked to stop."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """By which the processes find it."""
+        return {_VARIABLE: str(self.folder)}
+
+    def is_first_to_say(self, text: str) -> bool:
+        """Whether no other process has asked this of the same text before."""
+        try:
+            (self.folder / f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def say_code(self, code: int) -> None:
+        """What the command is to end with, if all processes end well."""
+        (self.folder / "code").write_text(str(code), encoding="ascii")
+
+    def code(self) -> int:
+        """What a process has said; 0 if none has."""
+        file = self.folder / "code"
+        return int(file.read_text(encoding="ascii")) if file.exists() else 0
+
+
+def find_launch() -> Launch | None:
+    """The launch that this process is of; None if torchrun was called by somebody else."""
+    folder = os.environ.get(_VARIABLE, "")
+    return Launch(Path(folder)) if folder and Path(folder).is_dir() else None

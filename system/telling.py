@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 LOUD = ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")  # loggers that warn while torchao is imported
@@ -44,11 +45,11 @@ def errors_in(text: str) -> list[str]:
     return [each.strip() for each in _ERROR.findall(text)]
 
 
+@dataclass(eq=False)
 class _Harmless:
     """A standard stream that nobody, not even a library, can fail to write to."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    _stream: TextIO
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -23,8 +23,7 @@ class TestedRange:
 
     def covers(self, version: str) -> bool:
         """Whether a version such as "2.13.0+cpu" lies in the range."""
-        found = _numbers(version)
-        first, last = _numbers(self.first), _numbers(self.last)
+        found, first, last = map(_numbers, (version, self.first, self.last))
         return first <= found[: len(first)] and found[: len(last)] <= last
 
     def __str__(self) -> str:

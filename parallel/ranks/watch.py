@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ...system.processes import own_mark
-from ...system.stopping import on_progress, parent_at_start
+from ...system.stopping import on_progress
 from ...system.telling import say
 from .place import RankPlace
 
@@ -37,7 +36,7 @@ class Watch:
     def __init__(self, timeout_s: float, *, is_first: bool = False) -> None:
         on_progress(self.alive)
         self._timeout_s, self._extra_s = timeout_s, 2 * _GRACE_S if is_first else 0.0
-        self._parent = parent_at_start()
+        self._parent = os.getppid()
         self._limit_s = 0.0  # of what is done; 0 waits
         self.lost, self._is_leaving = "", False
         self._is_over = threading.Event()
@@ -92,12 +91,11 @@ class Watch:
         keys = [f"sign of rank {rank}" for rank in range(place.num_ranks)]
         signs, silent_s = [b""] * len(keys), [0.0] * len(keys)
         limit_s, count, last = max(_SHORTEST_S, 0.9 * self._timeout_s), 0, time.monotonic()
-        mark = own_mark()
-        machine = mark.birth.rpartition(" ")[0]
+        machine = os.environ.get("GROUP_RANK", "")  # of this torchrun, whose processes see each other
         try:
             while not (self._is_over.wait(_BEAT_S) or self.lost):
                 count += 1
-                store.set(keys[place.rank], f"{count}\n{mark.pid}\n{machine}")
+                store.set(keys[place.rank], f"{count}\n{os.getpid()}\n{machine}")
                 last, before = time.monotonic(), last
                 elapsed_s = min(last - before, 2 * _BEAT_S)  # not the time for which this process was stopped itself
                 found = [store.get(key) if store.check([key]) else b"" for key in keys]

@@ -16,7 +16,7 @@ from devicebridge.families.comfy.inputs import COND, POOLED
 from devicebridge.families.comfy.text_sizes import usual_text
 from devicebridge.jobs import checks
 from devicebridge.jobs.job import check_job
-from devicebridge.jobs.read_job import read_job
+from devicebridge.jobs.read_job import read_job, subject_of
 from devicebridge.jobs.resolve import Machine, resolve
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
@@ -180,7 +180,7 @@ def plans_go_by_what_is_read() -> None:
         with small_sizes(bench.family), native_training():
             job = read_job(bench.job("without", {}), bench.info)
             machine = Machine((CPU,), parse_cards("1x24GB"))
-            assert resolve(job.job, job.subject, machine).training is None
+            assert resolve(job.job, subject_of(job), machine).training is None
 
 
 def _bench(name: str, file: str, asked: str) -> Bench:

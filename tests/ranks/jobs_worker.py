@@ -23,7 +23,8 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import torch  # noqa: E402
 from devicebridge.config.job import job_to_dict, load_job, make_job  # noqa: E402
 from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
-from devicebridge.jobs import rank_plans, resolve  # noqa: E402
+from devicebridge.jobs import ranks as job_ranks  # noqa: E402
+from devicebridge.jobs import resolve  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
 from devicebridge.parallel.local.block_split import BlockSplit  # noqa: E402
@@ -142,7 +143,7 @@ def free_on_cards(rooms, rank):
         yield
         return
     card = Card(CPU, rooms[rank], rooms[rank])
-    with mock.patch.object(rank_plans, "cards_of", lambda devices: [card]):
+    with mock.patch.object(job_ranks, "cards_of", lambda devices: [card]):
         yield
 
 

@@ -14,8 +14,8 @@ from devicebridge.config.job import save_job
 from devicebridge.data.samples import BatchOrder
 from devicebridge.jobs import resolve
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.rank_plans import Weights, held_bytes, plan_shared
-from devicebridge.jobs.read_job import read_job
+from devicebridge.jobs.ranks import Weights, held_bytes, plan_shared
+from devicebridge.jobs.read_job import read_job, subject_of
 from devicebridge.planning.cards import Card
 from devicebridge.planning.search import HEADROOM
 from devicebridge.tests.emulated import emulated_cards
@@ -66,8 +66,8 @@ OTHERS = {
     "objective": ({"objective": {"shift": 3.0}}, "objective.shift: '' on rank 0 ("),
     "saves": ({"output": {"save_every_steps": 3}}, "output.save_every_steps: 5 on"),
     "folders": ({"data": {"folders": [{"path": "{folder}/data", "loss_weight": 0.5}]}}, "data.folders.loss_weight: 1"),
-    "model": ({"model": {"path": "{folder}/other/model"}}, "model: the weights at model.path are not on rank 1 ("),
-    "start": ({"lora": {"start_from": "{folder}/other.safetensors"}}, "start: the LoRA layers at lora.start_from are"),
+    "model": ({"model": {"path": "{folder}/other/model"}}, "files of the model: "),
+    "start": ({"lora": {"start_from": "{folder}/other.safetensors"}}, "lora.start_from: "),
     "encoders": ({"cache": {"text_encoders": "{folder}/other/model"}}, "do not have the same samples"),
 }
 SHORT_OTHERS = ("steps", "folders", "model", "encoders")  # which settings are compared is in test_same_job.py
@@ -188,7 +188,7 @@ def _room_for(job, kept):
     train = dataclasses.replace(job.train, gradient_accumulation_steps=1)
     one = dataclasses.replace(job, split=split, train=train)
     one = dataclasses.replace(one, optimizer=dataclasses.replace(one.optimizer, name="adamw"))
-    subject = read_job(job).subject
+    subject = subject_of(read_job(job))
     (device,) = plan_shared(one, subject, Card(torch.device("cpu"), 10**12, 10**12), 2).devices
     return int((device.needed + max(Weights(*held_bytes(one.model, subject)).blocks)) / (1 - HEADROOM)) + 2
 

@@ -232,14 +232,6 @@ def test_an_output_folder_that_is_a_file_is_refused(made: dict[str, Path], tmp_p
         check_job(job)
 
 
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not bind this user")
-def test_an_output_folder_that_cannot_be_written_is_refused(made: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(mode=0o500)
-    job = _copy(made, "flux2", tmp_path, output={"folder": str(tmp_path / "closed" / "run")})
-    with pytest.raises(ValueError, match=r"output\.folder .* cannot be written"):
-        check_job(job)
-
-
 @pytest.mark.parametrize(("key", "value"), [("text_device", ""), ("text_device", "stream:x"), ("vae_device", "x")])
 def test_a_device_of_an_encoder_that_is_none_is_named_with_its_key(made, tmp_path, key, value):
     with pytest.raises(ValueError, match=rf"cache\.{key} = '{value}': "):
@@ -256,12 +248,6 @@ def _said(job: JobConfig, caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_job_without_fault_is_given_no_caution(made, tmp_path, caplog):
     words = ("all zeros", "trained on as well", "is ignored", "links to nothing", "each the caption")
     assert not [line for line in _said(_copy(made, "flux2", tmp_path), caplog) if any(word in line for word in words)]
-
-
-def test_a_learning_rate_among_the_options_is_said_to_be_ignored(made, tmp_path, caplog):
-    job = _copy(made, "flux2", tmp_path, optimizer={"options": {"lr": 0.5}})
-    (line,) = [line for line in _said(job, caplog) if "options.lr" in line]
-    assert "options.lr = 0.5 is ignored" in line and "learning_rate = 0.001" in line
 
 
 @pytest.mark.parametrize("is_copy", [False, True])

@@ -53,13 +53,13 @@ def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
     run_steps(expert_jobs(job, ["cpu"])["high_noise"])
     events: list[Event] = []
     result = run_pair(job, ["cpu"], resume=True, on_event=events.append)
-    assert result.is_finished and list(result.experts) == ["high_noise", "low_noise"]
+    assert list(result) == ["high_noise", "low_noise"] and {each.status for each in result.values()} == {"finished"}
     files = []
     for variant, name in ((HIGH, "high_noise"), (LOW, "low_noise")):
         output = {"folder": str(tmp_path / name), "name": f"mine_{name}", "save_every_steps": 1}
         cache = {"folder": str(tmp_path / f"{name} cache")}
         alone = run_job(_job(tmp_path, name, variant=variant, second=False, output=output, cache=cache))
-        found = result.experts[name]
+        found = result[name]
         assert found.lora_path == tmp_path / "pair" / name / f"mine_{name}.safetensors"
         files.append(found.lora_path.read_bytes())
         assert files[-1] == alone.lora_path.read_bytes()
@@ -125,11 +125,11 @@ def test_on_one_device_they_follow_each_other(tmp_path, scripted):
     assert num_at_once(expert_jobs(job, ["cpu"])) == 1 and num_at_once(expert_jobs(job, ["cuda:0", "cuda:1"])) == 2
     act, started = scripted
     events: list[Event] = []
-    assert run_pair(job, ["cpu"], on_event=events.append).is_finished
+    assert len(run_pair(job, ["cpu"], on_event=events.append)) == 2
     assert started() == [event.values["expert"] for event in events] == ["caches", "high_noise", "low_noise"]
     act(high_noise="wait")
     stopped = run_pair(job, ["cpu"], on_event=events.append, should_stop=lambda: len(events) > 4)
-    assert not stopped.is_finished and stopped.experts["high_noise"].status == "stopped"
+    assert stopped["high_noise"].status == "stopped"
     assert started()[3:] == ["caches", "high_noise"]  # the second is not begun
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from devicebridge.config.job import JobConfig, ParallelConfig, load_job, save_job
 from devicebridge.jobs import resolve as resolve_module
+from devicebridge.jobs.checked_job import Subject
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.place_by_size import Subject
 from devicebridge.jobs.resolve import placement_of
 from devicebridge.jobs.resume import TrainingResult, placement_facts
 from devicebridge.parallel.placement import Placement

@@ -174,9 +174,6 @@ def _interrupted(long_job, name, number):
     command = [sys.executable, "-u", "-c", code, "train", str(job_file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
     _wait_for(process, "step-000004")
-    if number is None:  # `| head` that has enough
-        process.stdout.close()
-        return folder, job, process.wait(), ""
     process.send_signal(number)
     rest, _ = process.communicate()
     return folder, job, process.returncode, rest
@@ -191,14 +188,6 @@ def test_kill_9_then_resume_gives_the_same_bytes(long_job):
     assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
 
 
-@pytest.mark.long  # test_telling.py has the same in one process
-def test_who_can_print_no_more_trains_to_the_end(long_job):
-    folder, _, code, _ = _interrupted(long_job, "unheard", None)
-    assert code == 0
-    found, straight = (folder / name / "lora.safetensors" for name in ("unheard", "straight"))
-    assert found.read_bytes() == straight.read_bytes()
-
-
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
 @pytest.mark.parametrize(
     "name", ["SIGTERM", *(pytest.param(each, marks=pytest.mark.long) for each in ("SIGINT", "SIGHUP"))]
@@ -209,13 +198,6 @@ def test_signals_finish_the_step_save_and_say_how_to_resume(long_job, name):
     assert (folder / name / "lora.safetensors").exists()
     result = run_job(job, resume=True)
     assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
-
-
-def test_resume_refuses_other_settings_and_names_them(tmp_path):
-    run_job(make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3}))
-    other = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 1, "seed": 3}, lora={"rank": 8})
-    with pytest.raises(ValueError, match=r"(?s)lora\.rank: 4 -> 8.*train\.batch_size: 2 -> 1"):
-        run_job(other, resume=True)
 
 
 def test_a_run_written_under_older_keys_is_the_same_run(tmp_path):
@@ -261,13 +243,6 @@ def test_a_run_that_was_moved_with_its_data_resumes(tmp_path):
     (there / "model").symlink_to(here / "model")  # or a second one would be made
     resumed = run_job(make_tiny_job(there, train=longer, model={"path": str(here / "model")}), resume=True)
     assert resumed.step == 4 and resumed.losses == straight.losses
-
-
-def test_a_fresh_start_does_not_mix_with_an_old_run(tmp_path):
-    job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3})
-    run_job(job)
-    with pytest.raises(ValueError, match="holds the checkpoints of an earlier run, up to step-000002"):
-        run_job(job)
 
 
 def test_resume_of_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, caplog):

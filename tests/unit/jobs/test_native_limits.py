@@ -11,8 +11,7 @@ from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.jobs import read_job
-from devicebridge.jobs.place_by_size import Subject
-from devicebridge.jobs.read_job import ReadJob
+from devicebridge.jobs.checked_job import ReadJob, Subject
 from devicebridge.jobs.resolve import Machine, resolve, why_no_forecast, why_no_stages
 from devicebridge.parallel.local.tokens import HERE, RowsError
 from devicebridge.planning.cards import parse_cards

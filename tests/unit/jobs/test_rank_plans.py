@@ -10,9 +10,9 @@ from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, make_job, save_job
+from devicebridge.jobs.checked_job import Subject, held_bytes
 from devicebridge.jobs.job import plan_job, run_job
-from devicebridge.jobs.place_by_size import Subject, held_bytes
-from devicebridge.jobs.rank_plans import Weights, plan_shared, resolve_here
+from devicebridge.jobs.ranks import Weights, plan_shared, resolve_here
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM

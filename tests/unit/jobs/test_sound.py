@@ -140,7 +140,7 @@ def test_samples_with_sounds_of_other_lengths_share_no_batch(tmp_path):
     assert len({(sample.bucket, sample.alike) for sample in found}) == 3
     refuse_batches_with_sound(found, 1)
     refuse_batches_with_sound(found[2:], 2)
-    with pytest.raises(ValueError, match="mixes the noise levels of a batch.*set batch_size 1"):
+    with pytest.raises(ValueError, match="noise levels are mixed.*set batch_size 1"):
         refuse_batches_with_sound(found, 2)
 
 
@@ -148,7 +148,7 @@ def test_a_voice_is_sound_and_a_noise_mask_is_none(tmp_path):
     """LTX-2's video listens to a reference of sound, too, through gates of the batch's largest noise level."""
     voice = _conditioning(ref_audio={"tokens": torch.ones(1, 3, 128)})
     spoken = read_encoded_samples(str(_save(tmp_path, torch.randn(1, *VIDEO), voice)), LTX)
-    with pytest.raises(ValueError, match="mixes the noise levels of a batch"):
+    with pytest.raises(ValueError, match="noise levels are mixed"):
         refuse_batches_with_sound(spoken, 2)
     kept = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
     pairs = read_pairs([{"samples": torch.randn(1, *VIDEO), "noise_mask": kept}], [_conditioning()])
@@ -245,7 +245,7 @@ def _longest_text(
     job: Any = SimpleNamespace(lora=SimpleNamespace(text_encoder=False), cache=SimpleNamespace(text_source=""))
     info: Any = SimpleNamespace(family=SimpleNamespace(host=object(), comfy=comfy))
     nothing: Any = None
-    return read_job.ReadJob(job, info, nothing, nothing, (), samples, encoded)._longest_text().tensors
+    return read_job._longest_text(read_job.ReadJob(job, info, nothing, nothing, (), samples, encoded)).tensors
 
 
 def test_a_plan_has_the_longest_sound_of_clips_before_anything_is_encoded(tmp_path, monkeypatch):

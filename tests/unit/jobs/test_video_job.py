@@ -263,10 +263,10 @@ def test_lists_of_latents_train_what_their_clips_train(tmp_path):
 
 def test_a_stock_vae_for_a_variant_that_encodes_its_condition_is_refused_first(tmp_path):
     job = _make_job(tmp_path, first_frame=True, cache={"latent_source": HostLike.fingerprint})
-    with pytest.raises(ValueError, match=r"wan2\.2-i2v-a14b-high is also given the encoded first frame.*stock_vae"):
+    with pytest.raises(ValueError, match=r"wan2\.2-i2v-a14b-high is also given the first frame.*stock_vae"):
         check_job(job)
     lists = {"folders": [], "encoded": str(tmp_path / "none.json")}
-    with pytest.raises(ValueError, match="give clips in place of latents"):
+    with pytest.raises(ValueError, match="give clips, no latents"):
         check_job(_make_job(tmp_path, first_frame=True, data=lists))
 
 

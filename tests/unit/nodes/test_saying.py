@@ -35,7 +35,7 @@ def test_no_key_of_a_job_file_is_left_in_a_nodes_message(nodes: ModuleType) -> N
 
 _REACHED = ("config", "data", "encoding", "planning", "checkpoints", "families", "jobs", "quantization", "training")
 # What only the command line runs: files of jobs, and processes that were started by hand.
-_OF_COMMANDS = {"config/job.py", "jobs/ranks.py", "jobs/rank_plans.py", "planning/times.py"}
+_OF_COMMANDS = {"config/job.py", "jobs/ranks.py", "planning/times.py"}
 # What no socket can ask for: a job without its ComfyUI, a pair of experts, packages that are imported by name.
 _OF_COMMANDS |= {"families/registry.py", "jobs/resolve.py", "training/optimizer.py", "nodes/host/folders.py"}
 _INTERNAL = ("job file", "torchrun", "devicebridge train", "devicebridge plan", "devicebridge check")

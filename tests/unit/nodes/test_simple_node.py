@@ -10,7 +10,7 @@ import pytest
 import torch
 from devicebridge.jobs import job as job_module
 from devicebridge.planning.dry_run import NoForecast
-from devicebridge.runs.folders import run_name
+from devicebridge.runs.store import run_name
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from safetensors.torch import load_file, save_file

@@ -13,8 +13,8 @@ from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.rank_plans import resolve_here
-from devicebridge.jobs.read_job import read_job
+from devicebridge.jobs.ranks import resolve_here
+from devicebridge.jobs.read_job import read_job, subject_of
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks import group as group_module
 from devicebridge.parallel.ranks.across import AcrossRanks
@@ -166,7 +166,7 @@ def test_a_step_with_a_size_that_is_new_to_any_rank_has_half_an_hour_on_all(news
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_one_process_is_told_how_to_start_several(strategy, tmp_path):
     job = make_tiny_job(tmp_path, parallel={"strategy": strategy})
-    with pytest.raises(ValueError, match="needs several processes; set parallel.processes to 2 or more"):
+    with pytest.raises(ValueError, match="this is one alone; set parallel.processes to 2 or more"):
         run_job(job)
     assert not list((tmp_path / "run").glob("*"))
 
@@ -184,7 +184,7 @@ def test_one_process_is_told_how_to_start_several(strategy, tmp_path):
 def test_what_does_not_go_with_shared_weights_is_refused_with_what_does(sections, message, tmp_path):
     job = make_tiny_job(tmp_path, parallel={"strategy": "fsdp"}, **sections)
     with pytest.raises(ValueError, match=message):
-        resolve_here(job, read_job(job).subject, _Launched(RankPlace(0, 2, 0, 2), [CPU]), 1, None)
+        resolve_here(job, subject_of(read_job(job)), _Launched(RankPlace(0, 2, 0, 2), [CPU]), 1, None)
 
 
 class _Launched(Ranks):

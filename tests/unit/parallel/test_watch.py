@@ -8,13 +8,11 @@ import time
 from datetime import timedelta
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 from devicebridge.parallel.ranks import watch as module
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.system import stopping
-from devicebridge.system.stopping import note_parent, parent_at_start
 from devicebridge.tests.ranks.launching import ROOT
 
 CODE = """
@@ -58,6 +56,7 @@ def test_each_sign_gives_work_its_time_anew_waits_have_none_and_unknown_lengths_
 def test_a_rank_that_gives_no_more_signs_is_lost_and_one_that_gives_them_is_not(monkeypatch):
     monkeypatch.setattr(module, "_BEAT_S", 0.1)
     monkeypatch.setattr(module, "_SHORTEST_S", 1.0)
+    monkeypatch.setenv("GROUP_RANK", "0")
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     watches = [Watch(2.0), Watch(2.0)]
     for rank, watch in enumerate(watches):
@@ -76,13 +75,3 @@ def test_a_rank_that_gives_no_more_signs_is_lost_and_one_that_gives_them_is_not(
         killed.assert_called_once_with(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # it is of this machine
         watches[0].close()
         ended.assert_not_called()
-
-
-def test_who_started_a_process_is_known_after_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DEVICEBRIDGE_PARENT", raising=False)
-    for now in (77, 1):  # then by the program that goes on in its place
-        with mock.patch("os.getppid", lambda: now):  # noqa: B023
-            note_parent()
-            assert parent_at_start() == 77
-    monkeypatch.setenv("DEVICEBRIDGE_PARENT", f"{os.getpid() + 1} 77")  # of the process that started this one
-    assert parent_at_start() == os.getppid()

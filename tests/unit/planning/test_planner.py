@@ -13,8 +13,9 @@ from devicebridge.config.job import save_job
 from devicebridge.config.model import Strategy, has_stages, holds_copies, shards_weights, shares_rows
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
+from devicebridge.jobs.checked_job import ReadJob
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.read_job import ReadJob
+from devicebridge.jobs.read_job import subject_of
 from devicebridge.jobs.resolve import Machine, plan_on
 from devicebridge.planning import cards as cards_module
 from devicebridge.planning.cards import SHARE_OF_PRODUCT, Card, cards_of, kind_called, parse_cards
@@ -131,7 +132,7 @@ def test_texts_that_take_much_of_the_disk_are_forecast():
     samples = [dataclasses.replace(square, caption=f"{n}", others=(f"{n} a", f"{n} b")) for n in range(30)]
     for count, is_said in ((30, True), (20, False)):
         read = ReadJob(job, info, info.variant, full_size()._model, (), tuple(samples[:count]))
-        notes = plan_on(job, read.subject, Machine((), tuple(parse_cards("80GB")))).notes
+        notes = plan_on(job, subject_of(read), Machine((), tuple(parse_cards("80GB")))).notes
         size = (3 * count + 1) * 512 * 15360 * 2 / 1e9
         assert [f"{size:.1f} GB of the disk" in note for note in notes] == [True] * is_said
 

@@ -11,22 +11,22 @@ class _Clock:
         return self.now_s
 
 
+UNKNOWN = {"per_second": None, "left_s": None}
+
+
 def test_only_work_counts():
     clock = _Clock()
     pace = Pace(clock)
-    pace.update(40)  # found
-    assert pace.per_second is None and pace.left_s(50) is None
+    assert pace.update(40, 50) == UNKNOWN  # found
     clock.now_s += 300  # loading
     pace.restart()
     for done in (41, 42):
         clock.now_s += 15
-        pace.update(done)
-    assert pace.per_second == pytest.approx(1 / 15) and pace.left_s(50) == pytest.approx(120)
-    pace.update(48)  # found by another encoder
-    assert pace.per_second is None
+        found = pace.update(done, 50)
+    assert found == {"per_second": pytest.approx(1 / 15), "left_s": pytest.approx(120)}
+    assert pace.update(48, 50) == UNKNOWN  # found by another encoder
     clock.now_s += 4
-    pace.update(49)
-    assert pace.left_s(50) == pytest.approx(4)
+    assert pace.update(49, 50)["left_s"] == pytest.approx(4)
 
 
 @pytest.mark.parametrize("found", [0, 1])
@@ -34,12 +34,9 @@ def test_the_first_count_is_never_work(found):
     clock = _Clock()
     pace = Pace(clock)
     clock.now_s += 0.001
-    pace.update(found)
-    clock.now_s += 0.001
-    assert pace.per_second is None and pace.left_s(5) is None
-    clock.now_s += 9.999
-    pace.update(found + 1)
-    assert pace.per_second == pytest.approx(0.1)
+    assert pace.update(found, 5) == UNKNOWN
+    clock.now_s += 10
+    assert pace.update(found + 1, 5)["per_second"] == pytest.approx(0.1)
 
 
 def test_words():

@@ -33,8 +33,9 @@ STARTER = """
 import pathlib, runpy, sys, threading, time
 runpy.run_path(sys.argv[1])["load_pack"]()
 from devicebridge.system import processes
+held = []
 def start():
-    processes.start(sys.argv[3:], orphan_timeout_s=float(sys.argv[2]))
+    held.append(processes.start(sys.argv[3:], stop_timeout_s=float(sys.argv[2])))
 thread = threading.Thread(target=start)
 thread.start()
 thread.join()
@@ -151,7 +152,7 @@ def test_a_process_stopped_leaves_no_file_descriptor_and_no_guard(tmp_path: Path
     with pytest.raises(FileNotFoundError, match="/no/such/program"):
         processes.start(["/no/such/program"])
     assert open_files() == before
-    assert _is_over(guard) and process.exit_code == -signal.SIGTERM
+    assert _is_over(guard) and process.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
@@ -183,9 +184,9 @@ def test_the_job_object_ends_its_processes_with_its_handle(monkeypatch: pytest.M
     processes.end_with_us(5)()
     assert [call[0] for call in calls] == list(names)
     _, job, kind, limits, size = calls[1]
-    assert (job, kind, size) == (77, 9, 144) and limits._obj.basic.flags == 0x2000  # type: ignore[attr-defined]
-    assert processes._BasicLimits.flags.offset == 16
-    assert calls[2:] == [("AssignProcessToJobObject", 77, 5), ("CloseHandle", 77)]
+    assert (job.value, kind, size, len(limits)) == (77, 9, 144, 144)  # type: ignore[attr-defined, arg-type]
+    assert int.from_bytes(limits[16:20], "little") == 0x2000 and not any(limits[20:])  # type: ignore[index]
+    assert [each.value for call in calls[2:] for each in call[1:]] == [77, 5, 77]  # type: ignore[attr-defined]
 
 
 def test_an_interrupt_while_waiting_for_the_end_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
