@@ -151,7 +151,7 @@ def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
     settings: dict[str, Any] = {"balance": "manual", "split_at": (2,), "memory_limit_gb": (0.0001, 0.0001)}
     act = lambda: split(host.load(NAME), offload=False, **settings)  # noqa: E731
     case.refused("offload off", act, ValueError, "GB", "turn offload on")
-    with case.logged("devicebridge.nodes.host.split.blocks") as said:
+    with case.logged("devicebridge.nodes.host.split.tree") as said:
         divided = split(host.load(NAME), **settings)
     case.check("offload on says what is streamed", any("streamed at every step" in line for line in said), said)
     reference = host.reference(NAME)

@@ -23,14 +23,13 @@ from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
 from ....planning.times import LEAST_SHARE, WayName, Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, check_divisible, check_runnable, is_compiled
-from .blocks import BlockPlan, plan_blocks
 from .model_copy import Origin, check_independent, copy_structure, follow_copy
 from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
 from .tensor import DividedPlan, plan_tensor
 from .tokens import TokensPlan, plan_tokens, usual_tokens
-from .tree import SplitTree, make_tree, tree_of
+from .tree import BlockPlan, SplitTree, make_tree, plan_blocks, tree_of
 
 _log = logging.getLogger(__name__)
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {

@@ -11,22 +11,26 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, partialmethod
+from itertools import groupby
 from typing import Any, cast
 
 import comfy.model_management as management
 import torch
 from torch import nn
 
-from ....parallel.block_lists import BlockCalls, hooked_modules
+from ....parallel import block_lists
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.interleave import Interleave
+from ....parallel.placement import Placement, block_flops, check_budgets, native_list, plan_manual, plan_placement
 from ....patches.changes import replaced_methods
 from ....patches.hooks import HookSet
+from ....planning.times import NUM_TEXT_TOKENS, PICTURE_TOKENS
 from ..compiler import outside
 from .attachments import ROOT, guard_options, seen_attachments, unseen_attachments, wrap_control
 from .model_copy import Origin
-from .plan import SplitPlan
+from .plan import SplitPlan, SplitRequest, layout_of
 from .shown_inputs import OPTIONS
 
 _log = logging.getLogger(__name__)
@@ -125,7 +129,7 @@ class SplitTree:
         self.shards: dict[torch.device, nn.Module] = {at: make_shard(base, self.executor.parts[at]) for at in others}
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks, self._said = HookSet(), set[str]()  # what was said once
-        self._calls: BlockCalls | None = None
+        self._calls: block_lists.BlockCalls | None = None
         self.patcher: Callable[[], Any] = lambda: None  # who attached; it has one for each other card as companions
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: list[tuple[str, str]] | None = None  # None: to be looked for
@@ -210,7 +214,7 @@ class SplitTree:
 
     def called_modules(self) -> dict[nn.Module, torch.device]:
         """The modules to hook, and their devices."""
-        hooked = ((name, hooked_modules(self.block(name), self.plan.layout)) for name in self.plan.blocks)
+        hooked = ((name, block_lists.hooked_modules(self.block(name), self.plan.layout)) for name in self.plan.blocks)
         return {module: self.plan.device_of(name) for name, modules in hooked for module in modules}
 
     def _is_in_place(self, name: str) -> bool:
@@ -296,7 +300,7 @@ class SplitTree:
         if not self._is_proven:
             if self._calls is not None:
                 self._calls.stop()
-            self._calls = BlockCalls(self.diffusion_model, self.plan.blocks)
+            self._calls = block_lists.BlockCalls(self.diffusion_model, self.plan.blocks)
         if not self._is_step:  # run by somebody else than ComfyUI's sampler
             stay = outside(self.plan.devices)
             stay.__enter__()
@@ -329,3 +333,104 @@ def make_tree(base: nn.Module, plan: SplitPlan, origin: Origin | None = None) ->
     """Make a tree of a BaseModel that nobody else uses. Raises: ValueError for weights that cannot be divided."""
     tree = base.__dict__[_ATTRIBUTE] = SplitTree(base, plan, origin)
     return tree
+
+
+# ---- way blocks: every card holds some of the blocks, and activations travel from card to card
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan(SplitPlan):
+    """Args: placement: a device for every block."""
+
+    placement: Placement
+
+    def make_executor(self, tree: SplitTree) -> BlockExecutor:
+        return BlockExecutor(tree, self)
+
+    def device_of(self, name: str) -> torch.device:
+        return self.placement.device_of(name)
+
+    def share_of(self, device: torch.device) -> str:
+        return f"{self.placement.num_blocks_on(device)} blocks"
+
+    def num_blocks(self) -> list[tuple[str, int]]:
+        return self.placement.runs()
+
+    def describe(self) -> str:
+        runs = groupby(enumerate(self.placement.devices), key=lambda each: each[1])
+        numbers = [(device, [index for index, _ in run]) for device, run in runs]
+        where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
+        no_use = self._describe_exchange("of no use to way blocks, which sends each activation once and as it is")
+        return f"{where}; {self.transport}; overlap {'on' if self.overlap else 'off'}{no_use}"
+
+
+class BlockExecutor(Executor):
+    plain = "without overlap and by relay"
+    plainer = "transport to relay and overlap off"
+
+    def __init__(self, tree: SplitTree, plan: BlockPlan) -> None:
+        self._plan, parts = plan, {device: dict[str, nn.Module]() for device in plan.devices}
+        for name, device in plan.placement.items():
+            parts[device][name] = tree.block(name)
+        self.parts = parts
+        self.bridge = self._make_bridge(tree, tree.called_modules())
+
+    def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
+        """Hook the compiled wrapper of a block where a compile node has put one, so that the hooks stay out of it."""
+        called = tree.called_modules()
+        if called.keys() != self.bridge.blocks.keys():
+            self.bridge.remove()
+            self.bridge = self._make_bridge(tree, called)
+            self.bridge.attach()
+
+    def _make_bridge(self, tree: SplitTree, called: Mapping[nn.Module, torch.device]) -> Bridge:
+        tail = block_lists.tail_modules(tree.diffusion_model, self._plan.layout)
+        return Bridge(called, self._plan.main_device, tail=tail, transport=self._plan.transport, **self._plan.of_class)
+
+
+def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
+    """Decide where every block goes and how activations travel; reads sizes only.
+
+    Raises: ValueError if the class has no blocks that can be found, the cuts are wrong or the limits are too small.
+    """
+    layout = layout_of(diffusion_model)
+    of = diffusion_model, layout
+    leaders, order = block_lists.followers(*of), block_lists.execution_order(*of)
+    blocks, natural = block_lists.placed_blocks(*of), block_lists.transport_for(*of)
+    if request.transport == "stream" and natural != "stream":
+        raise ValueError(f"transport stream is wrong for {layout.class_name} ({layout.note}); use auto or relay")
+    model_bytes = int(management.module_size(diffusion_model))
+    request, wanted = request.allotted(model_bytes)
+    size_of = dict.fromkeys(blocks, 0)
+    for name in order:  # a block that follows another is where that one is
+        size_of[leaders.get(name, name)] += int(management.module_size(diffusion_model.get_submodule(name)))
+    sizes = list(size_of.values())
+    other_bytes = model_bytes - sum(sizes)  # on the main device
+    budgets, is_time = request.card_budgets(), request.balance == "time"
+    by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
+    costs: list[float] = list(sizes)
+    if is_time:  # a block's share changes little with the size of what is sampled
+        of_blocks, side = map(diffusion_model.get_submodule, blocks), native_list(layout)
+        costs = [block_flops(block, side, PICTURE_TOKENS, NUM_TEXT_TOKENS) for block in of_blocks]
+
+    def place(budget: Mapping[torch.device, int]) -> Placement:
+        if by_hand is not None:
+            check_budgets(by_hand, sizes, other_bytes, budget)
+            return by_hand
+        others: dict[str, Any] = {"block_cost": costs, "main_cost": 0.0 if is_time else other_bytes}
+        others |= {"block_bytes": sizes, "main_bytes": other_bytes, "budget_bytes": budget}
+        others["capacity"] = () if is_time else wanted or list(budgets.values())
+        return plan_placement(blocks, request.devices, **others)
+
+    try:
+        placed = place(budgets)
+    except ValueError as error:
+        if not request.offload:
+            raise ValueError(f"{error}, or turn offload on") from error
+        _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
+        placed = place({})
+    transport = request.transport or natural
+    overlap = request.overlap and transport == "stream" and layout.can_overlap
+    devices = tuple(placed.device_of(leaders.get(name, name)) for name in order)
+    placement = Placement(order, devices, request.devices[0])
+    return BlockPlan(order, placement.used_devices, layout, request, transport, overlap, placement=placement)
