@@ -6,7 +6,7 @@ Writes an encoder of Mistral-Small-3's size with random weights (the 30 layers t
 --folder lacks the room, fewer, and the report says so) and encodes the same captions three ways in one process:
 
 - streamed: torch may take --window-gb of the card and no more (torch.cuda.set_per_process_memory_fraction, so one byte
-  above raises), the pack's own plan for that window. The first pass reads the files into pinned memory and is timed
+  above raises), the pack's own plan for that window. The first pass may read the disk and is timed
   apart; captions per second are of the passes after it.
 - on the CPU, all cores, one caption at a time; the first is not counted.
 - resident on the card, without a limit; the first is not counted.
