@@ -170,9 +170,8 @@ def plan_placement(
 
     Args:
         blocks: fqns in execution order. [num_blocks]
-        devices: in execution order, the first is the main device. Each gets at least one block while there are enough.
-        block_cost: what is balanced, bytes or FLOPs per block. [num_blocks]
-        main_cost: what the main device carries besides its blocks, in the same unit.
+        devices: in execution order, the main device first. Each gets at least one block while there are enough.
+        block_cost: what is balanced, bytes or FLOPs per block. main_cost: what the main device carries besides.
         block_bytes, main_bytes: weights, checked against the budget; the cost is taken for bytes if left out.
         budget_bytes: bytes of weights each device may hold; None or absent is unlimited.
         capacity: how much each device can carry, in any unit; loads are compared relative to it. () is all alike.

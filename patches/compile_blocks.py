@@ -147,12 +147,10 @@ def apply_compile(
 ) -> CompiledBlocks:
     """Compile the forward of every block of a model, in place; the work is done at the first calls.
 
-    Before torch 2.13 the limit of graphs is one of the process: it is raised until remove().
-
     Args:
-        max_graphs: that torch may keep per class of block; beyond it a call raises. Torch's own 8 are soon spent.
+        max_graphs: that torch may keep per class of block; beyond it a call raises. Before torch 2.13 it is a limit of
+            the process, raised until remove().
         is_dynamic: compile for any number of tokens instead of those that come.
-        options: of torch.compile.
     """
     blocks = _called_blocks(model, family)
     settings = ExitStack()
@@ -203,8 +201,7 @@ def compile_if_possible(
     reason = compile_fault(devices)
     if not reason and max_graphs > _MOST_GRAPHS:
         kinds = f" with {num_kinds} kinds of block of one class" if num_kinds > 1 else ""
-        reason = f"{len(devices)} devices{kinds} may need {max_graphs} graphs per class of block, torch keeps "
-        reason += str(_MOST_GRAPHS)
+        reason = f"{len(devices)} devices{kinds} may need {max_graphs} graphs per class, torch keeps {_MOST_GRAPHS}"
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None
@@ -232,14 +229,11 @@ _METHODS: dict[Any, Any] = {f"{name}_": name for name in ("add", "sub", "mul", "
 class OutOfPlace:
     """A backend of torch.compile that has x += y, x.mul_(y) and the like make a new tensor, for another backend.
 
-    Inference code writes into tensors that an operation was given before. Autograd refuses that, and torch.compile
-    traces through autograd, so such a block fails to compile though a graph could keep both values. Here the assignment
+    Torch.compile traces through autograd, which refuses writes into what an operation was given. Here the assignment
     becomes an operation that makes a tensor, before autograd sees the graph, and what reads x afterwards reads that. It
     stays what it was where a view of x, or what x is a view of, is read afterwards. Rows x[a:b] are renewed together
-    with x, unless another write to the same storage has to stay, such as x[0] = y or one by out=.
-
-    What is written into an argument never reaches it then, and a block may return its argument. So the graph computes
-    with a copy of such an argument, which is written into when the graph is done.
+    with x, unless another write to the same storage has to stay, such as x[0] = y or one by out=. The graph computes
+    with a copy of an argument that it writes into, which is written into when the graph is done.
     """
 
     def __init__(self, backend: str | Callable[..., Any]) -> None:

@@ -131,10 +131,9 @@ def surrounded(cls: type[nn.Module]) -> type[nn.Module]:
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Collection[Any] = frozenset()) -> Any:
     """Apply change to every tensor inside value and return the result; nothing is modified in place.
 
-    Descends into tuples, lists, dicts, dataclasses and objects whose only state is `__slots__` (native models pass
-    modulation and compressed timesteps that way). A container none of whose tensors changed is returned as the same
-    object, since a model may mutate it on purpose (a key-value cache). Other objects are passed through, and so is what
-    a dict holds under the keys in passed_by. A function that holds tensors, also in tuples and lists, is made anew
+    Descends into tuples, lists, dicts, dataclasses and objects whose only state is `__slots__`. A container none of
+    whose tensors changed is returned as the same object, since a model may mutate it on purpose. Other objects are
+    passed through, and so is what a dict holds under the keys in passed_by. A function that holds tensors is made anew
     around the changed ones (native models hand blocks an attention function that holds masks and earlier keys).
     """
     if isinstance(value, Tensor):

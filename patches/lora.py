@@ -30,11 +30,9 @@ def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The fqns of the nn.Linear modules that match a pattern, in module order; the same before and after LoRA.
 
     Exact names, because a suffix such as "to_out" is also the name of a ModuleList in some models, which peft refuses.
-    A `PeftModel` prefixes every name: pass its base model.
 
     Args:
-        patterns: fnmatch patterns of fqns; "*" also matches dots. ModelFamily.lora_targets are such patterns. What
-            matches one behind a "!" is left out.
+        patterns: fnmatch patterns of fqns; "*" also matches dots. What matches one behind a "!" is left out.
     Raises: ValueError naming the patterns that match no linear, and what they match instead.
     """
     modules = {name: module for name, module in model.named_modules() if name and not is_lora_name(name)}

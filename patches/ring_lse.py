@@ -23,7 +23,6 @@ from torch import Tensor
 _RIGHT_FROM = "0.40"
 _RINGS = ("TemplatedRingAttention", "TemplatedRingAnythingAttention")  # the second since 0.38
 _EXCHANGE = "SeqAllToAllDim"
-_INHERITED = object()
 
 # Class of diffusers whose `apply` is ours now -> ours, and what the class itself had. diffusers' module is one of the
 # process, so this is, too.
@@ -51,7 +50,7 @@ def apply_ring_lse_fix() -> str:
         owners = [getattr(dispatch, name) for name in names]
         made = [_make_exchange(each) if each.__name__ == _EXCHANGE else _make_ring(each, dispatch) for each in owners]
         for owner, ours in zip(owners, map(staticmethod, made), strict=True):
-            _replaced[owner] = ours, vars(owner).get("apply", _INHERITED)
+            _replaced[owner] = ours, vars(owner).get("apply")
             owner.apply = ours
     return f"Active: diffusers {found} decides by torch's version, not by the rank of the LSE, in {', '.join(names)}"
 
@@ -68,7 +67,7 @@ def remove_ring_lse_fix() -> bool:
     was_applied = bool(_replaced)
     while _replaced:
         owner, (_, before) = _replaced.popitem()
-        if before is _INHERITED:
+        if before is None:  # it was inherited
             del owner.apply  # type: ignore[attr-defined]
         else:
             owner.apply = before  # type: ignore[attr-defined]

@@ -47,8 +47,7 @@ class Bridge:
     """Brings activations to blocks that live on several devices; the blocks themselves are put there by others.
 
     Args:
-        blocks: block -> its device, in execution order.
-        main_device: of everything else.
+        blocks: block -> its device, in execution order. main_device: of everything else.
         tail: modules after the last block; what they are called with is brought to tail_device.
         tail_device: where the last block's output goes; None for the main device.
         transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every

@@ -33,11 +33,9 @@ def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "ful
     """In how many groups of heads keys and values are to travel.
 
     A row sends 2 * bytes * width, and takes a block 24 * width**2 + 4 * rows * width operations. So the transfer takes
-    this share of the computing: flops_per_s / bytes_per_s * bytes / (12 * width + 2 * rows). Longer clips compute more,
-    and smaller models less: Wan stands for all.
+    this share of the computing: flops_per_s / bytes_per_s * bytes / (12 * width + 2 * rows). Wan stands for all.
 
-    Args:
-        block_s: seconds that a card computes of a block whose kernels the host launches, else nothing.
+    block_s: seconds that a card computes of a block whose kernels the host launches, else nothing.
     """
     num_bytes = 1 if exchange == "8-bit" else 2
     share = flops_per_s / bytes_per_s * num_bytes / _BLOCK
@@ -90,10 +88,8 @@ class Gathered:
     """Keys and values of all ranks for one attention, by groups of heads. A group is let go when it was attended to.
 
     Args:
-        axis: of the keys.
-        own: this rank's keys and values.
-        heads: None where these are not known, which makes one group.
-        most: so many groups at most; one where gradients are needed.
+        axis: of the keys. own: this rank's keys and values.
+        heads: None where these are not known, which makes one group. most: so many groups at most.
     """
 
     def __init__(self, axis: str, own: Pair, heads: Heads | None, most: int) -> None:

@@ -215,13 +215,10 @@ class TokenParallel:
     """Runs the forwards of one model on several devices by its rows; see the module's docstring.
 
     Args:
-        modules: the model on each device, the main device's first, with equal weights.
-        devices: of them.
-        plan: where the class has rows.
-        shares: relative shares of the rows, by rank.
+        modules: the model on each of the devices, the main device's first, with equal weights.
+        plan: where the class has rows. shares: relative shares of these, by rank.
         send: copies tensors to another rank's device; see Collective. None where others run the ranks, inside `on`.
-        groups: of heads, at most, in which keys and values travel (heads.py).
-        exchange: how they travel.
+        groups: of heads, at most, in which keys and values travel (heads.py). exchange: how they travel.
     """
 
     def __init__(

@@ -47,11 +47,9 @@ class Ranks:
     """The ranks of a job, as one of them sees them.
 
     Args:
-        devices: of this rank, the first for what it exchanges.
-        own_stop: whether somebody has asked this very process to stop.
+        devices: of this rank, the first for what it exchanges. own_stop: whether this very process shall stop.
         control, watch: the gloo group of all ranks, and what ends this process where it hangs; None for one process.
-        store: what ranks can leave for each other without meeting.
-        names: of the ranks, by number, where these are not all of a job.
+        store: what ranks can leave for each other. names: of the ranks, where these are not all of a job.
     """
 
     def __init__(
