@@ -43,12 +43,8 @@ class EventLog:
     """Hands every event to a listener, appends it to events.jsonl and writes scalars for TensorBoard.
 
     What a full disk or a closed pipe keeps from being written is warned of once, and left out: it ends no training.
-
-    Args:
-        folder: run folder; made if it does not exist.
-        listener: called in the thread that trains; None for nobody.
-        tensorboard: write scalars to folder/tensorboard; said once and skipped where the package is missing.
-    """
+    folder: of the run; made if it does not exist. listener: called in the thread that trains; None for nobody.
+    tensorboard: write scalars to folder/tensorboard; said once and skipped where the package is missing."""
 
     def __init__(self, folder: Path, listener: Listener | None = None, *, tensorboard: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,16 +129,13 @@ class EventTail:
 
 
 class NoEvents(EventLog):
-    """Of a process that another one speaks for."""
+    """Of a process that another one speaks for: there is no file, and nobody hears."""
 
-    def __init__(self) -> None:
-        self._scalars = None
+    def __init__(self) -> None: ...
 
-    def __exit__(self, *error: object) -> None:
-        """There is nothing to close."""
+    def __exit__(self, *error: object) -> None: ...
 
-    def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
-        """Nobody hears it."""
+    def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None: ...
 
 
 def first_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from ..runs.queue import MEMORY, JobQueue
@@ -16,7 +15,14 @@ from ..system.telling import say
 
 
 def jobs(options: argparse.Namespace) -> int:
-    folder = _find_root(options.folder)
+    folder = options.folder
+    if folder is None:
+        from ..headless.server import find_comfyui
+
+        folder = find_comfyui().base / "output" / "devicebridge"  # which is not there where nothing has run
+    elif not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name the one that holds the runs, output/devicebridge of a ComfyUI")
+    folder = folder.absolute()  # not yet without links: ComfyUI's user folder lies beside output, not where that leads
     user = options.user_directory or folder.parent.parent / "user"
     if folder.is_dir() and not user.is_dir():
         say(f"the queue is not shown: there is no folder {user}; name ComfyUI's with --user-directory", sys.stderr)
@@ -54,20 +60,6 @@ def jobs(options: argparse.Namespace) -> int:
         why = f": {job['why']}" if job["why"] else ""
         say(f"queue {number}. {job['run']}  {job['state']} for {', '.join(job['devices'])}{why}")
     return 0
-
-
-def _find_root(given: Path | None) -> Path:
-    """The full path of the folder, or of devicebridge in the output folder of the ComfyUI that is found.
-    Raises: ValueError if the folder that was named is none."""
-    if given is None:
-        from ..headless.server import find_comfyui
-
-        given = find_comfyui().base / "output" / "devicebridge"
-        if not given.exists():
-            return given  # nothing has run yet
-    if not given.is_dir():
-        raise ValueError(f"{given} is no folder; name the one that holds the runs, output/devicebridge of a ComfyUI")
-    return given.absolute()  # not yet without links: ComfyUI's user folder lies beside output, not where that leads
 
 
 def _describe(run: dict[str, Any]) -> str:
