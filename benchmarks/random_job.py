@@ -30,7 +30,6 @@ from devicebridge.patches.hooks import parameters_on_meta
 from devicebridge.planning.cards import Card, cards_of
 from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.question import Question
-from devicebridge.quantization.kernel_choice import device_kernels
 from devicebridge.quantization.quantize import (
     FileFormat,
     Quantizer,
@@ -329,7 +328,7 @@ def make_question(
 def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:
     """The devices as a planner sees them; emulated ones have 1 GB each."""
     if is_tiny:
-        return [Card(device, 10**9, 10**9, eight_bit=device_kernels(device)) for device in devices]
+        return [Card(device, 10**9, 10**9, has_context=True) for device in devices]
     cards = cards_of(devices)
     assert cards is not None
     return cards

@@ -33,7 +33,6 @@ from ..parallel.devices import (
     total_bytes,
 )
 from ..parallel.staged_copies import exchange_speed, product_speed
-from ..quantization.kernel_choice import DeviceKernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, auto_schemes, refusal
 from ..system.files import user_cache_folder, write_atomically
 
@@ -130,7 +129,6 @@ class Card:
     Args:
         usable_bytes: for tensors, the allocator's losses and a context that does not exist yet.
         speed: relative to the others. measured_flops_per_s: of a training; 0 where that was not measured.
-        eight_bit: what it multiplies 8 bits with; None asks a card that exists.
         refuses: schemes that it cannot multiply in.
         has_context: whether CUDA has started on it, so that its free memory is free of that already.
         kind: its model, if known. is_assumed: whether that is a guess from its memory.
@@ -140,7 +138,6 @@ class Card:
     total_bytes: int
     usable_bytes: int
     speed: float = 1.0
-    eight_bit: DeviceKernels | None = None
     refuses: frozenset[str] = frozenset()
     has_context: bool = False
     kind: CardKind | None = None

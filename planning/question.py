@@ -315,9 +315,8 @@ class Question:
         work, picture, first = self.work(setting.scheme), None, self.cards[0]
         is_rounded = setting.scheme not in ("none", "stored")
         # Kernels are those of the first card; only 8-bit products ask it for what it has, which compiles one there.
-        kernels = Kernels(first.eight_bit or UNSEEN_CARD)
-        if first.eight_bit is None and first.has_context and setting.scheme.endswith("-compute"):
-            kernels = Kernels(device_kernels(first.device))
+        is_asked = first.has_context and setting.scheme.endswith("-compute")
+        kernels = Kernels(device_kernels(first.device) if is_asked else UNSEEN_CARD)
         cost = self.model.dry_run(work, kernels)
         if self.picture is not None:
             shape = self.model.latent_shape(self.picture[:2], self.picture[2])

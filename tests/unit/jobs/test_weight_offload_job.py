@@ -146,7 +146,7 @@ def test_a_whole_job_streams_and_resumes_with_other_blocks(tmp_path, monkeypatch
 
 def test_a_job_that_does_not_fit_its_cards_streams_by_itself(tmp_path, monkeypatch):
     def cards(sizes):
-        return lambda devices: [Card(d, size, size, eight_bit=None) for d, size in zip(devices, sizes, strict=True)]
+        return lambda devices: [Card(d, size, size) for d, size in zip(devices, sizes, strict=True)]
 
     with emulated_cards(2):
         job = _job(tmp_path, "run", family="wan", train={"steps": 1, "batch_size": 1})
