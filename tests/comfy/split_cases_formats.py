@@ -12,7 +12,7 @@ from devicebridge.nodes.allocation import read_allocation
 from devicebridge.nodes.host.split.model import load_split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, long_case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, block_devices, peaks_of
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, make_weights, small_sizes
 from safetensors.torch import save_file
@@ -95,25 +95,6 @@ def scaled_checkpoint(host: Host, name: str = NAME) -> Path:
     return path
 
 
-@case
-def fp8_scaled_checkpoint(case: Case) -> None:
-    host = case.host
-    path = str(scaled_checkpoint(host))
-    unsplit = comfy.sd.load_diffusion_model(path, model_options={"load_device": CPU})
-    reference = host.sample(unsplit, NAME)
-    divided = split(comfy.sd.load_diffusion_model(path))
-    case.equal("as unsplit", host.sample(divided, NAME), reference)
-    for device in (HOME, OTHER):
-        found = [p for p in divided.model.parameters() if isinstance(p, QuantizedTensor) and p.device == device]
-        case.check(f"{device} has quantised weights", len(found) > 5, len(found))
-    case.equal(
-        "with a LoRA", host.sample(host.lora(divided, NAME, 1), NAME), host.sample(host.lora(unsplit, NAME, 1), NAME)
-    )
-    case.equal("clean again", host.sample(divided, NAME), reference)
-    loaded = _load_split(host, NAME, path=Path(path))
-    case.equal("loaded split", host.sample(loaded, NAME), reference)
-
-
 def quantised_checkpoint(host: Host, quant_format: str, name: str = NAME, **how: Any) -> Path:
     """A file as ComfyUI writes quantised ones: beside each matrix its scales and a description."""
     path = host.folder / f"{'-'.join([name, quant_format, *how])}.safetensors"
@@ -130,20 +111,24 @@ def quantised_checkpoint(host: Host, quant_format: str, name: str = NAME, **how:
     return path
 
 
-@long_case
+@case
 def quantised_checkpoints(case: Case) -> None:
+    """Compared with one card: which kernel multiplies depends on the device."""
     host = case.host
-    for quant_format in ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"):
-        path = str(quantised_checkpoint(host, quant_format))
-        unsplit = comfy.sd.load_diffusion_model(path)  # on one card: which kernel multiplies depends on the device
+    kinds = in_long_runs("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise")
+    files = {"fp8_scaled": scaled_checkpoint(host), **{kind: quantised_checkpoint(host, kind) for kind in kinds}}
+    for kind, path in files.items():
+        unsplit = comfy.sd.load_diffusion_model(str(path))
         reference = host.sample(unsplit, NAME)
-        divided = split(comfy.sd.load_diffusion_model(path))
-        case.equal(f"{quant_format}: as unsplit", host.sample(divided, NAME), reference)
-        with_lora = host.sample(host.lora(unsplit, NAME, 1), NAME)
-        case.equal(f"{quant_format}: with a LoRA", host.sample(host.lora(divided, NAME, 1), NAME), with_lora)
+        divided = split(comfy.sd.load_diffusion_model(str(path)))
+        case.equal(f"{kind}: as unsplit", host.sample(divided, NAME), reference)
         for device in (HOME, OTHER):
             found = [p for p in divided.model.parameters() if isinstance(p, QuantizedTensor) and p.device == device]
-            case.check(f"{quant_format}: {device} has quantised weights", len(found) > 5, len(found))
+            case.check(f"{kind}: {device} has quantised weights", len(found) > 5, len(found))
+        with_lora = host.sample(host.lora(unsplit, NAME, 1), NAME)
+        case.equal(f"{kind}: with a LoRA", host.sample(host.lora(divided, NAME, 1), NAME), with_lora)
+        case.equal(f"{kind}: clean again", host.sample(divided, NAME), reference)
+        case.equal(f"{kind}: loaded split", host.sample(_load_split(host, NAME, path=path), NAME), reference)
         host.unload_all()
 
 

@@ -18,7 +18,7 @@ import torch
 from devicebridge.parallel.local import tensor_parallel
 from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, long_case, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_classes import DIVIDED
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
@@ -119,11 +119,6 @@ def loras(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any], boun
         host.unload_all()
 
 
-@case
-def tensor_loras(case: Case) -> None:
-    loras(case, ("flux2_heads", *in_long_runs("wan_heads", "qwen_image")), tensor)
-
-
 @long_case
 def tensor_other_patches(case: Case) -> None:
     """Patches that depend on the whole weight: DoRA, LoKr, a plain difference, a change of strength."""
@@ -171,7 +166,8 @@ def _patches(model: Any, keys: tuple[str, ...]) -> dict[str, list[tuple[float, f
 
 
 def controlnets(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any], bound: float = NEAR) -> None:
-    """Residuals are computed once, on the main card."""
+    """Residuals are computed once, on the main card. They are added in place between two blocks, so with way tensor
+    every card's copy of the stream is out of date then; with way tokens each card adds those of its rows."""
     host = case.host
     for name in names:
         outputs = []
@@ -183,12 +179,6 @@ def controlnets(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any]
         near(case, name, outputs[1], outputs[0], bound)
         case.differs(f"{name}: it does something", outputs[0], host.reference(name))
         host.unload_all()
-
-
-@case
-def tensor_controlnets(case: Case) -> None:
-    """Residuals are added in place between two blocks, so every card's copy of the stream is out of date then."""
-    controlnets(case, ("flux1_heads", "qwen_image", "hunyuan_video_heads"), tensor)
 
 
 @case

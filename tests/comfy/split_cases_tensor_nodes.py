@@ -54,11 +54,6 @@ def context_windows(case: Case, name: str, divide: Callable[[Any], Any], bound: 
     near(case, "as unsplit", host.sample(_apply(WINDOWS, divided), name, cfg=3.0, latent=latent), reference, bound)
 
 
-@case
-def tensor_context_windows(case: Case) -> None:
-    context_windows(case, "wan_heads", tensor)
-
-
 @long_case
 def tensor_merges(case: Case) -> None:
     """ModelMergeSimple with a divided MODEL on either side, and on both, loaded on its cards or not."""

@@ -35,7 +35,7 @@ from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParall
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21, with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
-from devicebridge.tests.comfy.split_cases_tensor import clones_in_turn, controlnets, loras, near
+from devicebridge.tests.comfy.split_cases_tensor import clones_in_turn, controlnets, loras, near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
 from devicebridge.tests.comfy.split_cases_tensor_nodes import context_windows, stopped_inside_a_block
 from devicebridge.tests.comfy.split_cases_weights import NAME
@@ -156,15 +156,21 @@ def tokens_exchange(case: Case) -> None:
     case.equal("and ignore it", host.sample(blocks, "flux1"), host.sample(split(host.load("flux1")), "flux1"))
 
 
-@case
-def tokens_loras(case: Case) -> None:
-    loras(case, ("flux2", *in_long_runs("wan", "qwen_image")), tokens, NEAR)
-
-
-@case
-def tokens_controlnets(case: Case) -> None:
-    """Each card adds the residuals of its rows."""
-    controlnets(case, ("flux1", *in_long_runs("chroma", "hunyuan_video", "qwen_image", "sd3")), tokens, NEAR)
+# What is done by both ways: with models of way tensor, and of way tokens.
+_BY_BOTH: dict[str, tuple[Callable[..., None], Any, Any]] = {
+    "loras": (
+        loras, ("flux2_heads", *in_long_runs("wan_heads", "qwen_image")),
+        ("flux2", *in_long_runs("wan", "qwen_image")),
+    ),
+    "controlnets": (
+        controlnets, ("flux1_heads", "qwen_image", "hunyuan_video_heads"),
+        ("flux1", *in_long_runs("chroma", "hunyuan_video", "qwen_image", "sd3")),
+    ),
+    "context_windows": (context_windows, "wan_heads", "wan"),
+}  # fmt: skip
+for _what, (_run, _divided, _shared) in _BY_BOTH.items():
+    CASES[f"tensor_{_what}"] = lambda case, run=_run, names=_divided: run(case, names, tensor)
+    CASES[f"tokens_{_what}"] = lambda case, run=_run, names=_shared: run(case, names, tokens, NEAR)
 
 
 def verified(case: Case, name: str, layer: str, *words: str, **options: Any) -> None:
@@ -551,11 +557,6 @@ def tokens_clones_and_eviction(case: Case) -> None:
         with host.machine.room_for(size // 2, device):
             near(case, f"streamed on {device}", host.sample(clones[1], name), references[1], NEAR)
         host.unload_all()
-
-
-@case
-def tokens_context_windows(case: Case) -> None:
-    context_windows(case, "wan", tokens, NEAR)
 
 
 @long_case
