@@ -49,18 +49,25 @@ def tensor(model: Any, *devices: torch.device, **options: Any) -> Any:
     return split(model, *devices, way="tensor", **options)
 
 
-def _family(name: str, case: Case) -> None:
+def as_unsplit(case: Case, name: str, divided: Any, bound: float = NEAR) -> torch.Tensor:
+    """By itself, again, with guidance and in a batch; the first output."""
     host = case.host
     reference, guided = host.reference(name), host.reference(name, cfg=4.0)
+    output = host.sample(divided, name)
+    near(case, "as unsplit", output, reference, bound)
+    case.equal("again, with the same bits", host.sample(divided, name), output)
+    near(case, "with guidance", host.sample(divided, name, cfg=4.0), guided, bound)
+    if not FAMILIES[name].sound:  # MiniMax H3 takes one video at a time
+        near(case, "a batch", host.sample(divided, name, batch=2), host.reference(name, batch=2), bound)
+    return output
+
+
+def _family(name: str, case: Case) -> None:
+    host = case.host
     model = host.load(name)
     whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
     divided = tensor(model)
-    output = host.sample(divided, name)
-    near(case, "as unsplit", output, reference)
-    case.equal("again, with the same bits", host.sample(divided, name), output)
-    near(case, "with guidance", host.sample(divided, name, cfg=4.0), guided)
-    if not FAMILIES[name].sound:  # MiniMax H3 takes one video at a time
-        near(case, "a batch", host.sample(divided, name, batch=2), host.reference(name, batch=2))
+    output = as_unsplit(case, name, divided)
     held = {device: live_bytes(device) for device in (HOME, OTHER)}
     case.check("no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
     host.unload_all()

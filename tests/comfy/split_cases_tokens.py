@@ -35,7 +35,7 @@ from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParall
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21, with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
-from devicebridge.tests.comfy.split_cases_tensor import clones_in_turn, controlnets, loras, near, tensor
+from devicebridge.tests.comfy.split_cases_tensor import as_unsplit, clones_in_turn, controlnets, loras, near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
 from devicebridge.tests.comfy.split_cases_tensor_nodes import context_windows, stopped_inside_a_block
 from devicebridge.tests.comfy.split_cases_weights import NAME
@@ -55,26 +55,16 @@ def tokens(model: Any, *devices: torch.device, **options: Any) -> Any:
 
 
 def _family(name: str, case: Case) -> None:
-    host, forwards = case.host, []
-    reference, guided = host.reference(name), host.reference(name, cfg=4.0)
+    host, forwards, run = case.host, [], TokenParallel.run
     shared = tokens(host.load(name), overlap=False)  # split_cases_wholes.py has the other way
-    run = TokenParallel.run
 
     def note(self: TokenParallel, calls: Any, *replays: Any) -> Any:
         forwards.append(len(calls))
         return run(self, calls, *replays)
 
-    TokenParallel.run = note  # type: ignore[method-assign]
-    try:
-        output = host.sample(shared, name)
-    finally:
-        TokenParallel.run = run  # type: ignore[method-assign]
+    with mock.patch.object(TokenParallel, "run", note):
+        output = as_unsplit(case, name, shared, NEAR)
     case.check("both cards computed each step", len(forwards) >= 2 and set(forwards) == {2}, forwards)
-    near(case, "as unsplit", output, reference, NEAR)
-    case.equal("again, with the same bits", host.sample(shared, name), output)
-    near(case, "with guidance", host.sample(shared, name, cfg=4.0), guided, NEAR)
-    if not FAMILIES[name].sound:  # MiniMax H3 takes one video at a time
-        near(case, "a batch", host.sample(shared, name, batch=2), host.reference(name, batch=2), NEAR)
     host.unload_all()
     left = {device: live_bytes(device) for device in (HOME, OTHER)}  # Cosmos leaves a step's text on the model
     case.check("nothing more stays than on one card", left[OTHER] <= left[HOME] < 2**17, left)

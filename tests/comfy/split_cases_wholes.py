@@ -41,11 +41,8 @@ def _counted() -> Iterator[dict[str, int]]:
         found["shared"] += 1
         return share(self, calls, *replays)
 
-    Wholes.run, TokenParallel.run = dealt, shared  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(Wholes, "run", dealt), mock.patch.object(TokenParallel, "run", shared):
         yield found
-    finally:
-        Wholes.run, TokenParallel.run = deal, share  # type: ignore[method-assign]
 
 
 def _apart(host: Host, **options: Any) -> Any:
