@@ -23,6 +23,7 @@ import comfy.supported_models
 from devicebridge.families.comfy import registry, token_plans
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.nodes.host.split.examine import examine
+from devicebridge.tests.comfy.cases import refusal
 from devicebridge.tests.comfy.derived_classes import UNSEEN
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove, steps_of
@@ -53,21 +54,13 @@ def derived(name: str) -> dict[str, Any]:
             stack.enter_context(each)
         file = save_trained(name, folder.with_suffix(".safetensors"), family)
         with small_sizes(family):
-            before = _refusal(file)
+            before = refusal(lambda: read_native(file, "float32"))
             said = examine(file)
         bench = Bench(name, folder, file=file, family=family)
         found = prove(name, {step: STEPS[step] for step in DERIVED}, bench)
     return {"name": f"derived {name}", "class": bench.info.family.transformer_class, "steps": found, "said": said} | {
         "before": before, "tail": bench.info.family.native.tail,
     }  # fmt: skip
-
-
-def _refusal(file: Path) -> str:
-    try:
-        read_native(file, "float32")
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def proved(name: str) -> dict[str, Any]:
