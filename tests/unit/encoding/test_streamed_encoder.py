@@ -162,67 +162,35 @@ def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(folders, kind):
         assert live_bytes(CARDS[0]) == 0
 
 
-class _Event:
-    """Of a copy into a slot, whose end somebody on the host may wait for."""
-
-    def __init__(self, steps: list[tuple[str, int]], slot: int) -> None:
-        self._steps, self._slot = steps, slot
-
-    def synchronize(self) -> None:
-        self._steps.append(("wait", self._slot))
-
-
-class _Recorder(CopyStreams):
-    """What the order of things on a card would be."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.steps: list[tuple[str, int]] = []
-        self.slots: list[int] = []  # their addresses
-        _RECORDERS.append(self)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *after: Any) -> Any:
-        super().copy(target, source)
-        if target.data_ptr() not in self.slots:
-            self.slots.append(target.data_ptr())
-        slot = self.slots.index(target.data_ptr())
-        assert after[0] is None or after[0] == "used"  # the slot's last reader
-        self.steps.append(("copy", slot))
-        return _Event(self.steps, slot)
-
-    def wait(self, event: _Event) -> None:
-        self.steps.append(("await", event._slot))
-
-    def now(self) -> Any:
-        self.steps.append(("used", -1))
-        return "used"
-
-
-_RECORDERS: list[_Recorder] = []
-
-
 def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(folders, monkeypatch):
-    monkeypatch.setattr(copies, "CopyStreams", _Recorder)
+    """A layer is copied when the one ahead of it is queued, into the slot whose reader it waits for ("used"), once the
+    buffer's last copy has ended ("wait")."""
+    steps: list[str] = []
+    slots: list[int] = []
+
+    class Recorder(CopyStreams):
+        def copy(self, target: torch.Tensor, source: torch.Tensor, *after: Any) -> Any:
+            super().copy(target, source)
+            slots.append(target.data_ptr())
+            steps.append("copy" if after == ("used",) else "copy over what is read")
+            return SimpleNamespace(synchronize=lambda: steps.append("wait"))
+
+        def wait(self, event: Any) -> None:
+            steps.append("await")
+
+        def now(self) -> Any:
+            steps.append("used")
+            return "used"
+
+    monkeypatch.setattr(copies, "CopyStreams", Recorder)
     encoder = _stream(folders["t5"], "t5", 2)
-    recorder = _RECORDERS.pop()
-    recorder.steps.clear()  # when the slots were made
+    steps.clear()  # when the slots were made
     encoder.encode_batch(["a", "b"])
     encoder.encode_batch(["c"])
     encoder.close()
-    on_card = [step for step in recorder.steps if step[0] != "wait"]
-    assert [slot for kind, slot in on_card if kind == "copy"] == [0, 1] * NUM_LAYERS
-    for number in range(2 * NUM_LAYERS):
-        place = {kind: _nth(on_card, kind, number) for kind in ("copy", "await", "used")}
-        assert place["copy"] < place["await"] < place["used"]
-        if number >= NUM_SLOTS:  # a slot is copied into after the layer it held has computed
-            assert place["copy"] > _nth(on_card, "used", number - NUM_SLOTS)
-        if number % NUM_LAYERS:  # with the layer ahead of it queued, and before anybody waits for it
-            assert on_card[place["copy"] - 1] == ("used", -1)
-    assert ("wait", 0) in recorder.steps
-
-
-def _nth(steps: list[tuple[str, int]], kind: str, number: int) -> int:
-    return [position for position, step in enumerate(steps) if step[0] == kind][number]
+    one = ["copy", "await", "used"]
+    assert steps == one + ["wait", *one] * (2 * NUM_LAYERS - 1)
+    assert len(set(slots)) == NUM_SLOTS and slots == slots[:NUM_SLOTS] * NUM_LAYERS
 
 
 def test_host_memory_holds_one_layer(folders: dict[str, Path]) -> None:
