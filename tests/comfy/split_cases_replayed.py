@@ -20,6 +20,7 @@ from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import graphs as graphs_module
 from devicebridge.parallel.local.graphs import Graphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.comfy import split_host
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CASES, Case, case, split
 from devicebridge.tests.comfy.split_cases_tensor import controlnets, tensor
@@ -49,15 +50,9 @@ def replayed() -> Iterator[None]:
         yield
 
 
-def bridge_of(model: Any) -> TensorParallel:
-    tree = tree_of(model.model)
-    assert tree is not None and isinstance(tree.bridge, TensorParallel)
-    return tree.bridge
-
-
-def _graphs(model: Any) -> Graphs:
-    tree = tree_of(model.model)
-    graphs = getattr(tree.bridge, "graphs", None) or getattr(tree.executor, "graphs", None)  # type: ignore[union-attr]
+def graphs_of(model: Any) -> Graphs:
+    tree: Any = tree_of(model.model)
+    graphs = getattr(tree.bridge, "graphs", None) or getattr(tree.executor, "graphs", None)
     assert isinstance(graphs, Graphs)
     return graphs
 
@@ -77,7 +72,7 @@ def _family(name: str, way: Callable[[Any], Any], case: Case) -> None:
             case.equal(
                 f"the bits of what is launched, cfg {cfg}", host.sample(model, name, steps=STEPS, cfg=cfg), expected
             )
-        graphs = _graphs(model)
+        graphs = graphs_of(model)
         is_replayed = (name, way) != ("hidream_o1", together)  # its blocks are handed a function
         found = graphs.num_replays, graphs.fault
         case.check("replayed", (graphs.num_replays > 0) == is_replayed and not graphs.fault, found)
@@ -104,7 +99,7 @@ def replayed_with_loras_and_evicted(case: Case) -> None:
             for _ in range(2):
                 case.equal("without", host.sample(model, name, steps=STEPS), clean)
                 case.equal("with the LoRA", host.sample(patched, name, steps=STEPS), with_lora)
-            graphs = _graphs(model)
+            graphs = graphs_of(model)
             case.check("replayed", graphs.num_replays > 0 and not graphs.fault, graphs.fault)
             host.unload_all()
             case.check("no graphs are kept", not graphs._graphs and not graphs._staged, len(graphs._staged))
@@ -115,7 +110,8 @@ def replayed_with_loras_and_evicted(case: Case) -> None:
 @case
 def replayed_with_a_controlnet(case: Case) -> None:
     """Its residuals are written into what a block has returned, which is what that block was given."""
-    with replayed(), mock.patch.object(case.host, "sample", functools.partial(case.host.sample, steps=STEPS)):
+    longer = mock.patch.object(case.host, "sample", functools.partial(case.host.sample, steps=STEPS))
+    with replayed(), longer, mock.patch.dict(split_host._REFERENCES, clear=True):  # references take as many steps
         for way in (tensor, together):
             controlnets(case, ("flux1_heads",), way)
 
@@ -132,7 +128,7 @@ def replayed_under_dynamic_vram(case: Case) -> None:
             with replayed():
                 model = way(host.load(name))
                 case.equal("the same bits", host.sample(model, name, steps=STEPS), expected)
-                graphs = _graphs(model)
+                graphs = graphs_of(model)
                 case.check("replayed", graphs.num_replays > 0 and not graphs.fault, (graphs.num_replays, graphs.fault))
                 host.unload_all()
                 vram.room[OTHER] = 0
@@ -149,7 +145,7 @@ def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
     with replayed():
         model = tensor(host.load(name))
         expected = host.sample(model, name, steps=STEPS)
-        replays = _graphs(model).num_replays
+        replays = graphs_of(model).num_replays
         layer = model.model.diffusion_model.blocks[0].ffn[0]
         handles: list[Any] = []
 
@@ -159,8 +155,8 @@ def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
 
         sample = functools.partial(host.sample, model, name, steps=STEPS, callback=hook_it)
         case.refused("in the middle of a run", sample, RuntimeError, "way 'blocks'")
-        blocks = len(_graphs(model)._graphs)
-        case.check("nothing is replayed with it", _graphs(model).num_replays == replays + 2 * blocks > 2 * blocks)
+        blocks = len(graphs_of(model)._graphs)
+        case.check("nothing is replayed with it", graphs_of(model).num_replays == replays + 2 * blocks > 2 * blocks)
         handles[0].remove()
         case.equal("without it", host.sample(model, name, steps=STEPS), expected)
 
@@ -173,10 +169,10 @@ def replayed_until_somebody_replaces_attention(case: Case) -> None:
         with replayed():
             model = way(host.load(name))
             host.sample(model, name, steps=STEPS)
-            replays = _graphs(model).num_replays
+            replays = graphs_of(model).num_replays
             with mock.patch.object(flux_math, "optimized_attention", attention_basic):
                 host.sample(model, name, steps=1)
-            case.check(f"nothing is replayed with another, {way}", _graphs(model).num_replays == replays > 0)
+            case.check(f"nothing is replayed with another, {way}", graphs_of(model).num_replays == replays > 0)
         host.unload_all()
 
 

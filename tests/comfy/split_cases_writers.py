@@ -8,7 +8,7 @@ import comfy.patcher_extension
 import torch
 from devicebridge.patches.hooks import tensors_reached
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
-from devicebridge.tests.comfy.split_cases_replayed import bridge_of, replayed
+from devicebridge.tests.comfy.split_cases_replayed import graphs_of, replayed
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER
 
@@ -180,7 +180,7 @@ def writers_after_blocks_were_recorded(case: Case) -> None:
     with replayed():
         divided = tensor(host.load(name), HOME, OTHER)
         near(case, "recorded", host.sample(divided, name, steps=4), clean)
-        graphs = bridge_of(divided).graphs
+        graphs = graphs_of(divided)
         assert graphs is not None
         before = graphs.num_replays
         near(case, "with the writer", host.sample(_changed(divided, change), name, steps=4), reference)
