@@ -97,12 +97,9 @@ class JobConfig:
         for key in ("references", "control"):
             if vars(self.evaluation)[key] and not self.data.condition:
                 raise ValueError(f"evaluation.{key} needs data.condition, which says how the model is given it; set it")
-        if self.data.encoded and self.evaluation.folder:
-            raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
-        if self.data.encoded and self.samples.prompts:
-            raise ValueError(
-                "samples.prompts are to be encoded, but a job on data.encoded has no encoders; remove them"
-            )
+        for name, value in (("evaluation.folder", self.evaluation.folder), ("samples.prompts", self.samples.prompts)):
+            if self.data.encoded and value:
+                raise ValueError(f"{name} would be encoded, but a job on data.encoded has no encoders; remove it")
         if self.model.second_expert and self.split.balance == "manual":
             raise ValueError(
                 'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
@@ -119,10 +116,9 @@ class JobConfig:
                 f'optimizer.kahan is for a LoRA that is held in bfloat16, and lora.dtype is "{self.lora.dtype}", which '
                 "needs none; remove one of the two"
             )
-        if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
-            raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
-        if self.data.encoded and self.cache.needs_stock_encoders:
-            raise ValueError("cache.stock_clip and stock_vae are for images; data.encoded is encoded already")
+        encoders = ("text_source", "latent_source", "stock_clip", "stock_vae", "stock_audio_vae", "stock_vision")
+        if self.data.encoded and (given := [name for name in encoders if getattr(self.cache, name)]):
+            raise ValueError(f"cache.{given[0]} is for images; data.encoded is encoded already; remove one of the two")
 
     def _check_text_encoder(self) -> None:
         """Raises: ValueError for what goes with no LoRA on text encoders, saying what does."""
