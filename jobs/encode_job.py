@@ -26,7 +26,7 @@ from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import read_latents, read_text, with_silence
 from ..families.registry import COMFYUI
-from ..parallel.devices import find_device, release_cached_memory
+from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
 from ..training.batches import CachedSamples
 from .checked_job import JobPlan, without_conditions
@@ -79,6 +79,19 @@ def cache_job(
         sharing = wanted_conditions(plan.job, plan.samples) if plan.job.train.batch_size > 1 else ()
         refuse_unfit_conditions(plan.reader, store, conditions, set(sharing))
 
+    def recompute(key: str) -> None:
+        """Compute one entry while the model trains; random numbers stay as they are.
+        Raises: what fill_cache raises; RuntimeError where the device has no room beside the model."""
+        states = random_states(plan.placement.used_devices)
+        made: tuple[Mapping[Any, Any], ...] = texts, latent_keys, conditions
+        try:
+            for part, keys in zip(CACHE_PARTS, made, strict=True):
+                wanted = [item for item, own in keys.items() if key in ([own] if isinstance(own, str) else own)]
+                for source in _work(plan, part, encoders)[1] if wanted else ():
+                    fill(wanted[:1], source, store)
+        finally:
+            restore_random_states(states)
+
     def with_keys(sample: Sample) -> Sample:
         own, empty = (text_keys(text, sample.condition, texts, conditions) for text in (sample.caption, ""))
         others = tuple(text_keys(text, sample.condition, texts, conditions) for text in sample.others)
@@ -87,7 +100,7 @@ def cache_job(
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         prompts = {each: texts[each] for each in ("", *plan.job.samples.prompts)}
-        return replace(_cached(plan, list(map(with_keys, samples))), prompt_keys=prompts)
+        return replace(_cached(plan, list(map(with_keys, samples))), prompt_keys=prompts, recompute=recompute)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,9 @@ from ..checkpoints.fingerprint import file_fingerprint
 from ..data.samples import DROPPED, Batch, Sample, TrainingSample, load_mask
 from ..encoding.store import CacheStore
 from ..families.comfy.inputs import NOISE_MASK, fit_mask, is_samples, stream_shapes, streams_of
+
+_log = logging.getLogger(__name__)
+
 
 _LATENTS = "latents"  # what an entry holds besides these, samples and their noise mask, are conditions
 
@@ -56,6 +60,7 @@ class CachedSamples:
         read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads.
         add_silence: an entry of latents with the sound that the model must be given, of which no loss is counted.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
+        recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
         prompt_keys: entries of each text that pictures are drawn of; the empty one is among them.
         read: entries that were read ahead, by key, until somebody asks for them.
     """
@@ -68,6 +73,7 @@ class CachedSamples:
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     add_silence: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
+    recompute: Callable[[str], None] | None = None
     prompt_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     read: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, compare=False)
 
@@ -164,16 +170,23 @@ class CachedSamples:
 
     def _entry(self, key: str) -> dict[str, torch.Tensor]:
         entry = self.read.pop(key, None) or self.store.get(key)
-        if entry is not None:
-            return entry
+        if entry is None and self.recompute is not None:
+            _log.warning("cache entry %s was deleted or damaged since this run began; it is computed again", key)
+            try:
+                self.recompute(key)
+            except (ValueError, RuntimeError, OSError) as error:
+                raise RuntimeError(f"{self._gone(key)}, and it cannot be computed again now: {error}") from error
+            entry = self.store.get(key)
+        if entry is None:
+            raise RuntimeError(f"{self._gone(key)}; start the job again, with resume, to compute it again")
+        return entry
+
+    def _gone(self, key: str) -> str:
         of = [self.name_of(index) for index, each in enumerate(self.samples) if each.latents_key == key]
         of += [f"the prompt {shorten(prompt, 80)!r}" for prompt, keys in self.prompt_keys.items() if key in keys]
         texts = [{key for keys in _texts_of(each) for key in keys} for each in self.samples]
         of += [f"the text of {self.name_of(index)}" for index, keys in enumerate(texts) if key in keys]
-        raise RuntimeError(
-            f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began; start the job "
-            "again, with resume, to compute it again"
-        )
+        return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
 
 
 def _texts_of(sample: TrainingSample) -> tuple[tuple[str, ...], ...]:

@@ -110,17 +110,39 @@ def _entries(job):
     return {part: list(cache_entries(plan, part)) for part in CACHE_PARTS}
 
 
-@pytest.mark.parametrize("part", ["latents", pytest.param("captions", marks=pytest.mark.long)])
-def test_a_cache_entry_that_goes_in_the_middle_of_a_run_ends_it_after_saving(part, straight, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "part"),
+    [
+        ("deleted", "latents"), ("damaged", "captions"), pytest.param("deleted", "captions", marks=pytest.mark.long),
+        pytest.param("damaged", "latents", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_cache_entries_that_go_in_the_middle_of_a_run_are_computed_again(how, part, straight, tmp_path, caplog):
     job = _job(tmp_path)
 
     def spoil():
         for key in _entries(job)[part]:
-            CacheStore(job.cache.folder).path(key).unlink()
+            path = CacheStore(job.cache.folder).path(key)
+            path.write_bytes(path.read_bytes()[:-1] + b"x") if how == "damaged" else path.unlink()
 
-    message = r"cache entry .*\.safetensors of .*image_\d\.png was deleted .*with resume.*\n.*step-00000\d"
-    with pytest.raises(RuntimeError, match=message):
+    result = run_job(job, on_event=_after_step(2, spoil))
+    assert "was deleted or damaged since this run began; it is computed again" in caplog.text
+    assert result.lora_path.read_bytes() == straight
+
+
+def test_an_entry_that_cannot_be_computed_again_ends_the_run_after_saving(straight, tmp_path, monkeypatch):
+    job = _job(tmp_path)
+
+    def spoil():
+        for key in _entries(job)["latents"]:
+            CacheStore(job.cache.folder).path(key).unlink()
+        monkeypatch.setattr("devicebridge.encoding.sources.load_vae", lambda *args: _raise(RuntimeError("no room")))
+
+    step = "step-00000[23]"  # a batch was read ahead
+    message = rf"cache entry .*\.safetensors of .*image_\d\.png was deleted .*computed again now: no room\n.*{step}"
+    with monkeypatch.context(), pytest.raises(RuntimeError, match=message):
         run_job(job, on_event=_after_step(2, spoil))
+    monkeypatch.undo()
     assert run_job(job, resume=True).lora_path.read_bytes() == straight
 
 
