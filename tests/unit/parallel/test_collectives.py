@@ -58,12 +58,6 @@ def test_everyone_gets_the_parts_of_all_in_the_order_of_ranks(size) -> None:
         assert meetings == expected
 
 
-def test_ones_own_part_is_not_copied() -> None:
-    group, own = Collective(2, _send), [torch.ones(2), torch.zeros(2)]
-    found = _together(2, lambda rank: group.all_gather(rank, "here", own[rank]))
-    assert found[0][0] is own[0] and found[1][1] is own[1]
-
-
 def test_a_fast_thread_may_be_a_meeting_ahead() -> None:
     """It brings its next part before the other one has taken this one."""
     group, ahead = Collective(3, _send), threading.Event()

@@ -205,6 +205,12 @@ def test_gradients_are_central_differences(cls, way):
             torch.testing.assert_close(found, slope, rtol=1e-6 if cls is Halving else 1e-7, atol=tolerance)
 
 
+@pytest.mark.parametrize("cls", [IntoArguments, ByMethods])
+def test_without_the_guard_a_block_that_is_computed_again_is_an_error(cls):
+    with pytest.raises(RuntimeError, match="in place"):
+        _gradients(_made(cls), _recomputed)
+
+
 def _each_once(classes):
     """Each class in one way, and each way with one class; the other pairs in long runs."""
     pairs = [(cls, way, i % len(WAYS) == j) for i, cls in enumerate(classes) for j, way in enumerate(WAYS)]

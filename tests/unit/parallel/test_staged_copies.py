@@ -126,12 +126,6 @@ def test_messages_that_are_sent_at_once_both_ways_do_not_overwrite_each_other(ma
         assert first < last, "the target computes before the last message is there"
 
 
-def test_the_simulation_sees_a_copy_that_is_not_waited_for(machine) -> None:
-    with emulated_cards(2), machine.installed(), HostClock(machine) as clock:
-        _ = StagedCopies(PIECE_BYTES).copy(_product(), NEXT, {}) + 1
-        assert clock.races == 1
-
-
 def test_memory_is_recorded_where_it_is_used(machine) -> None:
     with emulated_cards(2), machine.installed():
         tensor, copies = _product(), StagedCopies(PIECE_BYTES)
