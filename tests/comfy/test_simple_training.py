@@ -75,7 +75,7 @@ def test_a_model_folder_trains_with_its_own_encoders(server: Server, images: Pat
     shutil.copytree(save_tiny_pipeline(tmp_path / family, family), folder)
     _small(server)
     planned = _train(server, folder.name, "", plan_only=True)
-    assert planned.status == "error" and "plan was asked for" in planned.error, "there is no GPU, and it would plan"
+    assert planned.status == "error" and "no card whose memory" in planned.error, "there is no GPU, and it would plan"
     finished = _train(server, folder.name, "")
     assert finished.status == "success", finished.error
     shutil.rmtree(folder)
