@@ -15,6 +15,9 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
+from devicebridge.nodes.host.split.plan import SplitRequest
+from devicebridge.nodes.host.split.tensor import plan_tensor
+from devicebridge.nodes.host.split.tree import make_tree
 from devicebridge.parallel.local import tensor_parallel
 from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -96,6 +99,18 @@ def tensor_compared_once(case: Case) -> None:
             host.sample(model, name)
             blocks = len(model.model.devicebridge_split.bridge.blocks)
             case.check(f"{times} times", len(compared) == times * blocks > 0, len(compared))
+
+
+@case
+def tensor_of_a_model_that_is_not_in_host_memory(case: Case) -> None:
+    """A prompt may have loaded it before; it is unloaded, or stays there, only after all cards' bytes are planned."""
+    base = case.host.load("flux2_heads").model
+    plan = plan_tensor(base.diffusion_model, SplitRequest((HOME, OTHER), way="tensor"))
+    expected = plan.bytes_on(base.diffusion_model)
+    base.diffusion_model.to("meta")  # weights on emulated cards have a type of their own, which is not divided
+    found = plan.bytes_on(base.diffusion_model)
+    case.check("as many bytes", found == expected and min(found.values()) > 0, (found, expected))
+    case.refused("where it stays", lambda: make_tree(base, plan), ValueError, "stay on meta", "--highvram")
 
 
 @case

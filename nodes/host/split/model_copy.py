@@ -51,6 +51,7 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
         memo[id(shared)] = shared
     for name, module in model.named_modules():
         state = {key: value for key, value in module.__dict__.items() if key not in RUNTIME_STATE}
+        state |= {key: [] for key in ("weight_function", "bias_function") if key in state}  # they hold all patches
         name = name or type(model).__name__
         for key, value in state.items():
             function = value.func if isinstance(value, functools.partial) else value
@@ -63,8 +64,7 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
                 f"{name} ({type(module).__name__}) of this MODEL holds something that cannot be copied ({error}). "
                 "Load the file with 'Load Diffusion Model Across GPUs' instead"
             ) from error
-        lists: dict[str, Any] = {key: [] for key in ("weight_function", "bias_function") if key in state}
-        copies[id(module)].__dict__.update(state | lists)
+        copies[id(module)].__dict__.update(state)
     if "current_patcher" in model.__dict__:
         copies[id(model)].__dict__["current_patcher"] = None
     return copies[id(model)], copies

@@ -123,6 +123,11 @@ class TensorExecutor(Executor):
         for name, (how, shares) in plan.divided.items():
             for rank, device in reversed(list(enumerate(plan.devices))):  # the whole block becomes a part last
                 block = tree.block(name) if rank == 0 else copy_structure(tree.block(name))[0]
+                if found := {str(each.device) for each in block.parameters()} - {"cpu"}:
+                    raise ValueError(
+                        f"the weights of this MODEL stay on {min(found)}, as with --highvram or --gpu-only, where all "
+                        "slices would be made. Start ComfyUI without that, or use way 'blocks'"
+                    )
                 self.shards[device][name] = divide_block(block, how, shares, rank, cut_weight)
         self.parts = {at: {name: each.block for name, each in of.items()} for at, of in self.shards.items()}
         by_block = {
@@ -284,13 +289,7 @@ class SlicedPatch(WeightAdapterBase):
 
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
-    """A slice of a weight in the weight's own format, without a copy but of scales of rows.
-    Raises: ValueError for a weight that is on a card: the slices of all cards would be made there."""
-    if weight.device.type != "cpu":
-        raise ValueError(
-            f"the weights of this MODEL stay on {weight.device}, as with --highvram or --gpu-only, where all slices "
-            "would be made. Start ComfyUI without that, or use way 'blocks'"
-        )
+    """A slice of a weight in the weight's own format, without a copy but of scales of rows."""
     if not isinstance(weight, QuantizedTensor):
         return part.of(weight)
     params, scale = weight._params, weight._params.scale
