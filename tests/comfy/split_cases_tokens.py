@@ -27,7 +27,8 @@ from comfy_extras.nodes_nag import NAGuidance
 from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import tokens as tokens_module
-from devicebridge.nodes.host.split.model import describe_split
+from devicebridge.nodes.host.split.model import describe_split, load_split_model
+from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tokens import led_by_name
 from devicebridge.parallel.local.borrow import RowResiduals
 from devicebridge.parallel.local.heads import Gathered
@@ -42,7 +43,7 @@ from devicebridge.tests.comfy.split_cases_weights import NAME
 from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes
 from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, small_sizes
 from devicebridge.tests.emulated import CARDS, on_cpu
 from torch.nn import Parameter
 
@@ -556,6 +557,22 @@ def tokens_many_prompts(case: Case) -> None:
     case.check("no output differs, and nothing grows", not faults_of(found), (faults_of(found), found))
     ended = found["ended"]
     case.check("prompts were cancelled and failed", ended["was cancelled"] and ended["failed"], ended)
+
+
+@case
+def tokens_come_back_to_the_same_host_memory(case: Case) -> None:
+    """Each card has the whole model, and host memory has it once: as loaded, unloaded, and with a LoRA."""
+    host, name = case.host, "flux1_heads"
+    with small_sizes(FAMILIES[name]):
+        model = load_split_model(host.checkpoint(name), "default", SplitRequest((HOME, OTHER), way="tokens"))
+    for what, each in (("as loaded", None), ("unloaded", model), ("with a LoRA", host.lora(model, name))):
+        if each is not None:
+            host.sample(each, name)
+            host.unload_all()
+        weights = [weight for card in (model, *model.companions) for weight in card.model.parameters()]
+        found = {weight.data_ptr(): weight.nbytes for weight in weights if weight.device == CPU}
+        once = sum(weight.nbytes for weight in model.model.parameters())
+        case.check(what, sum(found.values()) == once > 0, (sum(found.values()), once))
 
 
 @case

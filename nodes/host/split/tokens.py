@@ -56,7 +56,7 @@ from .attachments import (
     led_by_name,
 )
 from .deriving import Cards, Deriving, rows_of
-from .model_copy import RUNTIME_STATE, copy_structure
+from .model_copy import RUNTIME_STATE, Origin, alias, copy_structure
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .shown_inputs import FUNCTIONS, OPTIONS, Innermost
 from .tensor import addresses_on
@@ -166,6 +166,7 @@ class TokensExecutor(Executor):
         self.parts |= {device: {"": copy_structure(root)[0]} for device in plan.devices[1:]}
         self.bridge = Bridge(dict.fromkeys(tree.called_modules(), plan.main_device), plan.main_device)
         self._models = [root, *(self.parts[device][""] for device in plan.devices[1:])]
+        self._unpatched = {f"{ROOT}.{name}": alias(each) for name, each in root.named_parameters()}
         self._innermost = Innermost(root)
         self._method = self._innermost.method
         copies = copies_between(plan.devices)
@@ -214,6 +215,9 @@ class TokensExecutor(Executor):
         self._hooks.remove()
         for rows in self._rows.values():
             rows.remove()
+
+    def origin_on(self, device: torch.device, given: Origin | None) -> Origin:
+        return self._unpatched.get  # for all cards, whose weights would come back to memory of each
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
         if self._wholes.rank is not None:
