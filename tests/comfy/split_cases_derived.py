@@ -419,6 +419,23 @@ def derived_rows_are_kept(case: Case) -> None:
 
 
 @case
+def derived_rows_are_not_refused_for_what_other_code_did(case: Case) -> None:
+    """A hook that comes in the middle of a run is named, and no verdict is kept of the class with it."""
+    host, name, handles = case.host, "flux1_heads", list[Any]()
+    with nobody_described():
+        model = split(host.load(name), way="tokens")
+        layer = model.model.diffusion_model.double_blocks[0].img_mlp[0]
+
+        def hook_it(step: int, *_: Any) -> None:
+            handles.append(layer.register_forward_hook(lambda module, args, output: output * 2))
+
+        run = functools.partial(host.sample, model, name, callback=hook_it)
+        case.refused("a hook", run, RuntimeError, "a hook on double_blocks.0.img_mlp.0")
+        kept = deriving.rows_of(host.load(name).model.diffusion_model).verdicts().values()
+        case.check("its rows stay", bool(kept) and not any(each.refused for each in kept), kept)
+
+
+@case
 def derived_examine(case: Case) -> None:
     """`devicebridge examine FILE` says the row as it is written, and a split takes it without deriving again."""
     host, name = case.host, "flux1"

@@ -1,5 +1,6 @@
 """Drop-downs of what a machine has, and what older or foreign workflows say in their place."""
 
+import os
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -79,7 +80,7 @@ def test_the_old_word_for_balance_means_the_same(nodes: ModuleType) -> None:
     assert nodes.LoadModelForTraining.validate_inputs(balance="bytes") is True
 
 
-def test_folders_with_files_are_listed(nodes: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+def test_folders_with_files_are_listed_by_one_look_at_each(nodes, host, tmp_path, monkeypatch):
     for name in ("dogs", "sets/cats", ".hidden", "empty"):
         (host.root / "input" / name).mkdir(parents=True)
     for name in ("dogs", "sets/cats", ".hidden"):
@@ -88,7 +89,10 @@ def test_folders_with_files_are_listed(nodes: ModuleType, host: comfy_stub.FakeH
     (other / "birds").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(other / "birds" / "a.png")
     host.allow(other)
+    stat, asked = os.stat, list[str]()
+    monkeypatch.setattr(os, "stat", lambda path, **how: asked.append(str(path)) or stat(path, **how))
     found = _input(nodes, "TrainingDatasetNode", "folder").options
+    assert not any(each.endswith(".png") for each in asked), "a dataset may have 100,000 of them"
     assert found["options"] == ["dogs", "sets", "sets/cats", str(other), str(other / "birds")]
     assert found["default"] == "dogs"
     held_out = _input(nodes, "TrainingDatasetNode", "evaluation_folder").options
