@@ -124,10 +124,8 @@ class TensorExecutor(Executor):
             for rank, device in reversed(list(enumerate(plan.devices))):  # the whole block becomes a part last
                 block = tree.block(name) if rank == 0 else copy_structure(tree.block(name))[0]
                 if found := {str(each.device) for each in block.parameters()} - {"cpu"}:
-                    raise ValueError(
-                        f"the weights of this MODEL stay on {min(found)}, as with --highvram or --gpu-only, where all "
-                        "slices would be made. Start ComfyUI without that, or use way 'blocks'"
-                    )
+                    stay = f"the weights of this MODEL stay on {min(found)}, as with --highvram or --gpu-only"
+                    raise ValueError(f"{stay}. Start ComfyUI without that, or use way 'blocks'")
                 self.shards[device][name] = divide_block(block, how, shares, rank, cut_weight)
         self.parts = {at: {name: each.block for name, each in of.items()} for at, of in self.shards.items()}
         by_block = {

@@ -344,9 +344,8 @@ class TokensExecutor(Executor):
 
     def _watched(self, tree: SplitTree, compute: Callable[[], Any]) -> Any:
         """What compute() gives where other code changed nothing. Looking takes the host as long as a few blocks take a
-        card (14 ms for Qwen-Image), so behind a run's first forward it looks while cards compute what was launched.
-        Derived rows are compared with one card's, and no verdict is kept of a changed class."""
-        is_first, self.looks_first = self.looks_first or self._deriving is not None, True
+        card (14 ms for Qwen-Image), so behind a run's first forward it looks while cards compute what was launched."""
+        is_first, self.looks_first = self.looks_first or self._deriving is not None, True  # verdicts on rows are kept
         if is_first:
             self._check_unchanged(tree)
         try:
