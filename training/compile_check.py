@@ -50,8 +50,11 @@ def check_compiled(trainer: Trainer) -> list[BlockDifference]:
     Returns: a comparison of every block and call that could be told apart from rounding.
     Raises: RuntimeError where ranks share the weights and blocks cannot be compiled: the others wait inside a forward.
     """
-    runner = trainer.runner
-    check = BlockCheck(*(runner.replica_for(index)[0] for index in range(runner.num_replicas)))
+    count = trainer.runner.num_replicas
+    with trainer.trial():
+        for microbatch in trainer.microbatches(count):
+            microbatch.prepare()  # what is wrong with the data is not the compiler's fault
+    check = BlockCheck(*(trainer.runner.replica_for(index)[0] for index in range(count)))
     faults = trainer.ranks.gather(_fault(trainer, check))
     fault = next((f"rank {rank}: {text}" if len(faults) > 1 else text for rank, text in enumerate(faults) if text), "")
     if fault:
@@ -81,9 +84,9 @@ def _fault(trainer: Trainer, check: BlockCheck) -> str:
     except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
         reason = first_line(getattr(error, "inner_exception", error))  # which torch puts on a line of its own
         if trainer.runner.in_lockstep:
-            raise RuntimeError(f'{by} fails to compile blocks: {reason}; set train.compile to "off"') from error
+            raise RuntimeError(f'a step compiled by {by} fails: {reason}; set train.compile to "off"') from error
         _log.debug("compiled blocks failed", exc_info=True)
-        return f"{by} fails: {reason}"
+        return f"a step compiled by {by} fails: {reason}"
     if check.is_full:
         _log.warning("not all compiled blocks are compared with uncompiled ones: comparing needs more memory")
     worst = worst_of(check.found)

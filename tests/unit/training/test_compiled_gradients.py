@@ -15,7 +15,7 @@ from devicebridge.patches.lora_linear import apply_fused_lora
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_steps
-from devicebridge.training import compile_check
+from devicebridge.training import compile_check, loop
 from devicebridge.training.compile_check import _sample, _with_short_streams, compare_forwards
 from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
 from peft import LoraConfig, inject_adapter_in_model
@@ -153,6 +153,24 @@ def test_dropout_and_too_little_memory_are_said(job_of, monkeypatch, caplog):
     _run(job_of("full", "none"))
     assert "not all compiled blocks are compared with uncompiled ones: comparing needs more memory" in caplog.text
     assert "no longer compiled" not in caplog.text and len(handles) == 2
+
+
+def test_data_that_cannot_be_read_is_not_the_compilers_fault(job_of, monkeypatch, caplog):
+    """Also that of the second copy's first micro-batch."""
+    _instead_of_torch(monkeypatch, _as_it_is)
+    load, loaded = loop.CachedSamples.load, []
+
+    def fail(samples, *arguments):
+        loaded.append(arguments)
+        if len(loaded) == 2:
+            raise OSError("the entry is gone")
+        return load(samples, *arguments)
+
+    job = job_of("run", "data")
+    monkeypatch.setattr(loop.CachedSamples, "load", fail)
+    with pytest.raises(RuntimeError, match="the entry is gone"):
+        _run(job)
+    assert "no longer compiled" not in caplog.text
 
 
 def test_a_compiler_that_fails_is_given_up(job_of, plain, monkeypatch, caplog):
