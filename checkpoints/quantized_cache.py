@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 _TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.float32: "F32"}
 _ENTRY_BYTES = 140  # of the header, for a tensor besides its name
-_UNFINISHED = re.compile(rf"^\.[\w.-]+-[0-9a-f]{{20}}\.safetensors\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}$")
+_UNFINISHED = re.compile(rf"^\.[\w.-]+-[0-9a-f]{{20}}(\.safetensors)?\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}$")
 _ABANDONED_S = 3600  # a run adds a layer within seconds
 FOREIGN = (OSError, ValueError, KeyError)  # what reading a file raises that is not what we wrote
 
@@ -114,7 +114,7 @@ class QuantizedWriter:
             for path in folder.iterdir():
                 if _UNFINISHED.match(path.name) and time.time() - path.stat().st_mtime > _ABANDONED_S:
                     _log.info("removing %s, which a run left behind", path)
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()  # a folder: of earlier versions
 
     def __enter__(self) -> QuantizedWriter:
         return self
@@ -130,6 +130,7 @@ class QuantizedWriter:
         def require_room() -> None:
             folder = self._file.parent
             folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self._file.with_suffix(""), ignore_errors=True)  # of earlier versions, which needs its room
             missing = num_bytes - shutil.disk_usage(folder).free
             if missing > 0:
                 raise OSError(f"{folder} has {missing} bytes ({missing / 1e9:.2f} GB) too little room")
@@ -181,7 +182,6 @@ class QuantizedWriter:
         os.fsync(self._stream)
         self._stream.close()
         os.replace(self._temporary, self._file)
-        shutil.rmtree(self._file.with_suffix(""), ignore_errors=True)  # as earlier versions kept it, in several files
         sync_folder(self._file.parent)
         num_layers = len(self._entries) // 2
         _log.info("%d quantized weights are kept in %s (%.2f GB)", num_layers, self._file, num_bytes / 1e9)

@@ -138,7 +138,7 @@ class FrozenLinear8(nn.Linear):
         """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of weight or bias."""
         if self.weight.requires_grad or self.bias is not None and self.bias.requires_grad:
             raise RuntimeError(
-                f"the {self.scheme} weight of a frozen linear was set to require a gradient and has none; call "
+                f"weight or bias of a frozen {self.scheme} linear was set to require a gradient and has none; call "
                 "requires_grad_(False) on the model and train a LoRA on top"
             )
         if is_autocasting(input):

@@ -241,24 +241,29 @@ def test_a_run_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         load_through_cache(folder, info, _on_cpu, BF16, Failing(info.family, INT8))
     assert len(seen) == 1 and seen[0].name.startswith(".") and _entries(folder) == []
-    other = folder / ".notes.tmp"
-    for age, left in ((0, {seen[0], other}), (7200, {other})):
-        for path in (seen[0], other):
+    other, earlier = folder / ".notes.tmp", folder / seen[0].name.replace(".safetensors", "")
+    for age, left in ((0, {seen[0], other, earlier}), (7200, {other})):
+        earlier.mkdir(exist_ok=True)  # of an earlier version
+        for path in (seen[0], other, earlier / "weights-00001.safetensors"):
             path.write_bytes(b"half")
+        for path in (seen[0], other, earlier):
             os.utime(path, (time.time() - age,) * 2)
         QuantizedWriter(folder, info, INT8, BF16)
         assert {*_entries(folder)} == left
 
 
-def test_an_entry_of_several_files_as_earlier_versions_kept_it_makes_room(tmp_path: Path) -> None:
+def test_an_entry_of_several_files_as_earlier_versions_kept_it_makes_room(tmp_path, monkeypatch):
+    """Before it is asked how much there is: two may not fit."""
     info, folder = _checkpoint(tmp_path), tmp_path / "cache"
     _load(folder, info)
     (entry,) = _entries(folder)
     entry.unlink()
     entry.with_suffix("").mkdir()
     (entry.with_suffix("") / "index.json").write_text("{}")
+    seen, measured = [], shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: seen.append(_entries(folder)) or measured(path))
     _load(folder, info)
-    assert _entries(folder) == [entry]
+    assert seen == [[]] and _entries(folder) == [entry]
 
 
 @pytest.fixture

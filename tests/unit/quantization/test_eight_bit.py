@@ -359,9 +359,11 @@ def test_gradients_of_weights_and_second_derivatives_are_refused():
     (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
-    layer.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="fp8-compute weight of a frozen linear was set to require a gradient"):
-        layer(x)
+    for parameter in (layer.weight, layer.bias):
+        parameter.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="frozen fp8-compute linear was set to require a gradient"):
+            layer(x)
+        parameter.requires_grad_(False)
 
 
 @pytest.mark.parametrize(
