@@ -24,7 +24,7 @@ from .captions import Tables, caption_file, make_captions, read_tables
 from .folders import concepts, is_media, list_files
 from .image import read_size
 from .samples import bucket_step, choose_bucket, make_buckets
-from .video import first_picture, is_clip
+from .video import first_picture, is_clip, size_of_clip
 
 MOST_FILES = 5000  # of a folder, that are shown
 MOST_SHOWN = 2**26  # pixels that are decoded for a small picture: a quarter of a gigabyte
@@ -161,9 +161,6 @@ def _known(path: str, changed: int) -> tuple[bool, tuple[int, int] | None, str]:
     """Whether it is a clip, its size, and what is wrong with it. changed: time of the last change, in ns."""
     file, is_moving = Path(path), is_clip(Path(path))
     try:
-        if not is_moving:
-            return False, read_size(file, is_decoded=False), ""
-        width, height = first_picture(file, 0, MOST_SHOWN).size
-        return True, (height, width), ""
+        return is_moving, size_of_clip(file, MOST_SHOWN) if is_moving else read_size(file, is_decoded=False), ""
     except (ValueError, RuntimeError, OSError) as error:
         return is_moving, None, str(error)

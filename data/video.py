@@ -115,6 +115,18 @@ def probe_clip(path: Path) -> ClipInfo:
             return _clip_info(stream, first, times, float(len(times) / rate))
 
 
+def size_of_clip(path: Path, most: int) -> tuple[int, int]:
+    """(height, width) of a clip, from headers of images, or a video's first frame of up to so many pixels. Raises: as
+    probe_clip."""
+    with naming(path, "a clip"):
+        if path.is_dir():
+            return _probe_sequence(path, is_decoded=False).size
+        if path.suffix.lower() in animation_suffixes():
+            return read_size(path, is_decoded=False)
+        with _opened(path, most) as (container, stream):
+            return _clip_info(stream, _first_frame(container, stream), (), 0.0).size
+
+
 def read_frames(request: ImageRequest) -> torch.Tensor:
     """The requested pixels of an image or clip, float32 in -1..1. [3, F, crop height, crop width]; F is 1 for an image
     Raises: ValueError naming the file if it cannot be read, or ends before the last wanted frame."""
@@ -133,8 +145,8 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
 
 
 def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
-    """An image, or the first frame of a clip, in RGB and upright. side: pixels along its longer side, at most; 0 for
-    all. most: pixels that may be decoded; 0 as for any image. Raises: ValueError naming the file if it cannot be read;
+    """An image, or the first frame of a clip, in RGB and upright. side: pixels along its longer side, at most. most:
+    pixels that may be decoded; 0 as for any image. Raises: ValueError naming the file if it cannot be read;
     RuntimeError without PyAV."""
     with naming(path, "a clip"):
         if path.suffix.lower() in CONTAINER_SUFFIXES and not path.is_dir():
@@ -142,8 +154,7 @@ def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
                 image = _to_image(_first_frame(container, stream), stream.sample_aspect_ratio)
         else:
             image = open_image(_sequence(path)[0] if path.is_dir() else path, side, most)
-    if side:
-        image.thumbnail((side, side))
+    image.thumbnail((side, side))
     return image
 
 
@@ -190,9 +201,9 @@ def _sequence(folder: Path) -> list[Path]:
     return files
 
 
-def _probe_sequence(folder: Path) -> ClipInfo:
+def _probe_sequence(folder: Path, *, is_decoded: bool = True) -> ClipInfo:
     files = _sequence(folder)
-    sizes = [read_size(file) for file in files]
+    sizes = [read_size(file, is_decoded=is_decoded) for file in files]
     for file, size in zip(files, sizes, strict=True):
         if size != sizes[0]:
             raise ValueError(

@@ -62,8 +62,8 @@ class ComfyTexts(TextSource):
     def key_of(self, text: str) -> str:
         """Raises: as refuse_embeddings."""
         refuse_embeddings(text, self.weighs)
-        options = {"keeps_all": self.keeps_all, "weighs": self.weighs}
-        return comfy_text_key(text, self.fingerprint, what=self.made, **options)
+        keeps_all = self.keeps_all and self.made == ComfyTexts.made  # of tokens there is nothing else to keep
+        return comfy_text_key(text, self.fingerprint, what=self.made, keeps_all=keeps_all, weighs=self.weighs)
 
     def plan(self, missing: Sequence[str]) -> None:
         if self.clip is None:

@@ -206,6 +206,7 @@ class StreamedLayers:
             found = zip(owners, absent, pieces, strict=True)
             tensors = [SlotTensor(owner, leaf, tensor, piece) for (owner, leaf), tensor, piece in found]
             self._layers.append((own, tensors, size))
+        self._stamps = {source.file: _stamp(source.file) for source in sources.values()}
         largest = max(size for *_, size in self._layers)
         self.slots = Slots([tensors for _, tensors, _ in self._layers], largest, storage.device)
         self.buffer = PinnedBuffer(largest, storage.device)
@@ -245,8 +246,11 @@ class StreamedLayers:
         return _joined(outputs)
 
     def _send(self, index: int) -> Slot:
-        """Read a layer, which waits for the last copy out of the buffer, and queue its copy to the device."""
+        """Read a layer, which waits for the last copy out of the buffer, and queue its copy to the device. Raises:
+        ValueError naming a file that was changed since the first layer was read: its cache entries have names by now."""
         sources, tensors, size = self._layers[index]
+        if changed := [file for source in sources.values() if _stamp(file := source.file) != self._stamps[file]]:
+            raise ValueError(f"{changed[0]} was changed while captions were encoded; let it be whole and start again")
         pieces = {name: tensor.piece for name, tensor in zip(sources, tensors, strict=True)}
         if self.buffer.used is not None:
             self.buffer.used.synchronize()
@@ -257,6 +261,11 @@ class StreamedLayers:
         self.slots.load(slot, index, self.buffer.tensor[:size])
         self.buffer.used = slot.arrival
         return slot
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _caption(

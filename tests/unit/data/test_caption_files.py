@@ -1,6 +1,7 @@
 """Captions beside images: what a folder has and lacks, how each image is cut, and writing one."""
 
 import io
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_a_small_picture_of_any_kind_shows_what_the_image_does(tmp_path: Path, m
     assert small.getpixel(dark) < 16 and small.getpixel(light) > 239
 
 
-def test_animations_and_folders_of_images_have_the_size_of_a_frame(folder):
+def test_of_animations_and_folders_of_images_headers_tell_the_size(folder, monkeypatch):
     frames = [Image.new("RGB", (48, 32), colour) for colour in ("red", "blue", "lime")]
     for name in ("e.gif", "f.webp", "g.png"):
         frames[0].save(folder / name, save_all=True, append_images=frames[1:])
@@ -133,7 +134,12 @@ def test_animations_and_folders_of_images_have_the_size_of_a_frame(folder):
     (folder / "h.txt").write_text("a clip")
     for number, frame in enumerate(frames):
         frame.save(folder / "h" / f"{number}.png")
+    shutil.copytree(folder / "h", folder / "i")
+    shutil.copy(folder / "h.txt", folder / "i.txt")
+    frames[0].resize((40, 32)).save(folder / "i" / "1.png")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)  # a frame may be large
     found = {each.path.name: each for each in look_at(_config(folder)) if each.is_clip}
+    assert "1.png is 40x32" in found.pop("i").problem
     assert {name: (each.size, each.problem) for name, each in found.items()} == {
         name: ((32, 48), "") for name in ("e.gif", "f.webp", "g.png", "h")
     }

@@ -281,7 +281,7 @@ def test_entries_have_the_names_and_bytes_that_earlier_versions_wrote(tmp_path: 
     def fits(*shapes: Any) -> str:
         return ""
 
-    texts, tokens = (source(clip.fingerprint, fits, clip) for source in (ComfyTexts, ComfyTokens))
+    texts, tokens = ComfyTexts(clip.fingerprint, fits, clip), ComfyTokens(clip.fingerprint, fits, clip, keeps_all=True)
     weighing = ComfyTexts(clip.fingerprint, fits, clip, keeps_all=True, weighs=True)
     fill(["a cat", "a (red:1.3) dog"], texts, store)
     fill(["a (red:1.3) dog"], weighing, store)

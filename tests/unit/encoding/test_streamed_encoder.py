@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,18 @@ def test_weights_of_another_shape_are_refused_before_anything_is_read(folders: d
     message = r"model\.safetensors does not fit .*config\.json: .*block\.5.*wo\.weight is \[64, 127\] and should be"
     with pytest.raises(ValueError, match=message):
         _stream(folder, "t5", 2)
+
+
+def test_a_file_that_changes_between_two_passes_is_named_before_another_encoder_computes(folders, tmp_path) -> None:
+    folder, tensors = copy_parts(folders["t5"], tmp_path)
+    file = folder / "text_encoder" / "model.safetensors"
+    save_file(tensors, file)
+    encoder = _stream(folder, "t5", 2)
+    encoder.encode_batch(["a cat"])
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, file)  # of the same names and shapes
+    with pytest.raises(ValueError, match=re.escape(str(file))):
+        encoder.encode_batch(["a dog"])
+    encoder.close()
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
