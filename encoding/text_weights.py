@@ -247,7 +247,7 @@ class StreamedLayers:
 
     def _send(self, index: int) -> Slot:
         """Read a layer, which waits for the last copy out of the buffer, and queue its copy to the device. Raises:
-        ValueError naming a file that was changed since the first layer was read: its cache entries have names by now."""
+        ValueError naming a file that was changed since the beginning: its cache entries have their names by now."""
         sources, tensors, size = self._layers[index]
         if changed := [file for source in sources.values() if _stamp(file := source.file) != self._stamps[file]]:
             raise ValueError(f"{changed[0]} was changed while captions were encoded; let it be whole and start again")

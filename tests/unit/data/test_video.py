@@ -303,6 +303,13 @@ def test_a_clip_that_ends_before_its_frame_is_not_continued_with_the_last_one(tm
         _read(save_clip(tmp_path / "c", 5), 5)
 
 
+def test_a_decoder_that_stops_early_is_noticed(tmp_path, monkeypatch):
+    path, decode = save_clip(tmp_path / "a.mp4", 8), video._decode
+    monkeypatch.setattr(video, "_decode", lambda *args: (frame for frame in decode(*args) if frame.pts < 28000))
+    with pytest.raises(ValueError, match="ends before its frame 6"):
+        _read(path, 4, 5)
+
+
 def test_a_broken_image_of_a_folder_is_named_itself(tmp_path):
     folder = save_sequence(tmp_path / "a", plain_frames(3))
     (folder / "frame_1.png").write_bytes(b"not an image")
