@@ -90,7 +90,7 @@ def _ask_torch() -> dict[str, Any]:
     """What torch knows; torch_build says so where it cannot be imported."""
     try:
         import torch
-    except (ImportError, OSError) as error:
+    except Exception as error:  # whatever its own import raises
         return {"torch_build": f"cannot be imported: {error}"}
     from ..parallel.devices import CPU, available_devices, has_peer_access
 
@@ -164,7 +164,7 @@ def _ask_comfyui(python: Path | None) -> dict[str, Any]:
         facts["comfyui_pack"] = str(pack) if pack else None
         # What it has changed of what the pack relies on, asked in its own Python; takes seconds.
         told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
-        facts["contract"] = json.loads(told or "null")
+        facts["contract"] = json.loads((told or "null").splitlines()[-1])  # a sitecustomize may print, too
         fault = f"{found.python} does not start it"
         facts["python_fault"] = facts["contract"]["import_fault"] if told else fault
     return facts

@@ -83,9 +83,12 @@ def _version(package: str) -> str:
 
 
 def try_import(module: str, attribute: str) -> str:
-    """Why this part of a package cannot be imported; "" where it can."""
+    """Why this part of a package cannot be imported; "" where it can. What the package prints goes to stderr."""
     try:
-        getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever a package's own import raises
+        with contextlib.redirect_stdout(sys.stderr):
+            getattr(importlib.import_module(module), attribute)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a package's own import raises: SystemExit, a panic of Rust
         return import_fault(error) or f"{type(error).__name__}: {error}"
     return ""

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -118,7 +118,8 @@ def start(
     parts = [str(part) for part in command]
     if _IS_WINDOWS:
         flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
-        process = subprocess.Popen(parts, stdin=subprocess.DEVNULL, creationflags=flags, **options)
+        with _named(parts[0]):
+            process = subprocess.Popen(parts, stdin=subprocess.DEVNULL, creationflags=flags, **options)
         return Running(process, end_with_us(int(process._handle)), stop_timeout_s)  # type: ignore[attr-defined]
     if shutil.which(parts[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), parts[0])
@@ -152,13 +153,23 @@ def go_on_as(command: Sequence[str | Path]) -> int:
     parts = [str(part) for part in command]
     sys.stdout.flush()
     sys.stderr.flush()
-    if not _IS_WINDOWS:
-        os.execv(parts[0], parts)
-    process = subprocess.Popen(parts)
+    with _named(parts[0]):
+        if not _IS_WINDOWS:
+            os.execv(parts[0], parts)
+        process = subprocess.Popen(parts)
     end_with_us(int(process._handle))  # type: ignore[attr-defined]
     while True:
         with contextlib.suppress(KeyboardInterrupt):  # the console has interrupted the other one as well, which saves
             return process.wait()
+
+
+@contextlib.contextmanager
+def _named(program: str) -> Iterator[None]:
+    """Name a program that cannot be started, as neither execv nor Windows does."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, program) from error
 
 
 # ---- processes that outlive us ----

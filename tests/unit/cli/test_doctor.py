@@ -103,6 +103,8 @@ def test_the_report_says_what_a_comfyui_has_changed(monkeypatch: pytest.MonkeyPa
     (tmp_path / "folder_paths.py").write_text("def get_full_path(folder, filename):\n    pass\n", encoding="utf-8")
     found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
     monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
+    (tmp_path / "sitecustomize.py").write_text("print('of another program')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     facts = doctor.collect()
     assert json.loads(json.dumps(facts)) == facts
     lines = doctor.report(facts).splitlines()

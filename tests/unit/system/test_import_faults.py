@@ -28,7 +28,7 @@ FILES = {
     "outer_models": "import lazy_models\nlazy_models.Bloom",
     "optional_first": "try:\n    import never_there\nexcept ImportError:\n    import broken_vision",
     "other_version": "from json import no_such_name", "needs_missing": "import never_there",
-    "whole": "thing = 1",
+    "whole": "thing = 1", "leaves": "print('a word')\nraise SystemExit(3)",
 }  # fmt: skip
 
 
@@ -108,9 +108,11 @@ class _Parser:
         return Namespace(command=_lazily, verbose=False)
 
 
-def test_the_doctor_imports_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_IMPORTED", {"peft": "lazy_models:Bloom", "diffusers": "whole:thing"})
+def test_the_doctor_imports_what_it_promises(monkeypatch, capsys):
+    wanted = {"peft": "lazy_models:Bloom", "diffusers": "whole:thing", "av": "leaves:x"}
+    monkeypatch.setattr(doctor, "_IMPORTED", wanted)
     facts = doctor.collect()
+    assert "SystemExit: 3" in facts["import_faults"].pop("av") and capsys.readouterr().out == ""
     fault = facts["import_faults"].pop("peft")
     assert facts["import_faults"] == {"diffusers": ""} and "broken_vision 0.9.0" in fault and CAUSE in fault
     assert fault in [each["reason"] for each in facts["features"]]

@@ -149,8 +149,9 @@ def test_a_process_stopped_leaves_no_file_descriptor_and_no_guard(tmp_path: Path
     before = open_files()
     with processes.start([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         guard = process._process.pid
-    with pytest.raises(FileNotFoundError, match="/no/such/program"):
-        processes.start(["/no/such/program"])
+    for start in (processes.start, processes.go_on_as):
+        with pytest.raises(FileNotFoundError, match="/no/such/program"):
+            start(["/no/such/program"])
     assert open_files() == before
     assert _is_over(guard) and process.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
