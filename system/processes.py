@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -99,13 +99,10 @@ def start(
     stop_timeout_s: float = 10.0,
 ) -> Running:
     """Start a program without waiting for it. It ends when we do.
-
-    Args:
-        folder: where it runs; None for here. environment: added to ours.
-        output: open file for standard output and errors; None keeps standard output for each_line.
-        stop_timeout_s: seconds between asking it to stop and killing it, also where we have ended.
-    Raises: OSError if the program cannot be started.
-    """
+    folder: where it runs; None for here. environment: added to ours.
+    output: open file for standard output and errors; None keeps standard output for each_line.
+    stop_timeout_s: seconds between asking it to stop and killing it, also where we have ended.
+    Raises: OSError if the program cannot be started."""
     options: dict[str, Any] = {
         "cwd": folder,
         "env": {**os.environ, **_ENCODING, **(environment or {})},
@@ -115,19 +112,23 @@ def start(
         "encoding": "utf-8",
         "errors": "replace",
     }
-    parts = [str(part) for part in command]
+    parts = _parts(command)
     if _IS_WINDOWS:
         flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
-        with _named(parts[0]):
-            process = subprocess.Popen(parts, stdin=subprocess.DEVNULL, creationflags=flags, **options)
+        process = subprocess.Popen(parts, stdin=subprocess.DEVNULL, creationflags=flags, **options)
         return Running(process, end_with_us(int(process._handle)), stop_timeout_s)  # type: ignore[attr-defined]
-    if shutil.which(parts[0]) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), parts[0])
     guard = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(stop_timeout_s), *parts]
     process = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True, **options)
     assert process.stdin is not None
     lifeline, process.stdin = process.stdin, None
     return Running(process, lifeline.close, stop_timeout_s)
+
+
+def _parts(command: Sequence[str | Path]) -> list[str]:
+    """Raises: FileNotFoundError naming a program that is not there; neither execv nor Windows names it."""
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(command[0]))
+    return [str(part) for part in command]
 
 
 def python_command(code: str, *arguments: str | Path, python: str | Path = sys.executable) -> list[str | Path]:
@@ -150,26 +151,16 @@ def go_on_as(command: Sequence[str | Path]) -> int:
     """Run a program in place of this one, with its terminal and its signals; the exit code.
     Returns on Windows alone, where no program takes another's place: there this one waits, and the other ends with it.
     Raises: OSError if it cannot be started."""
-    parts = [str(part) for part in command]
+    parts = _parts(command)
     sys.stdout.flush()
     sys.stderr.flush()
-    with _named(parts[0]):
-        if not _IS_WINDOWS:
-            os.execv(parts[0], parts)
-        process = subprocess.Popen(parts)
+    if not _IS_WINDOWS:
+        os.execv(parts[0], parts)
+    process = subprocess.Popen(parts)
     end_with_us(int(process._handle))  # type: ignore[attr-defined]
     while True:
         with contextlib.suppress(KeyboardInterrupt):  # the console has interrupted the other one as well, which saves
             return process.wait()
-
-
-@contextlib.contextmanager
-def _named(program: str) -> Iterator[None]:
-    """Name a program that cannot be started, as neither execv nor Windows does."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, program) from error
 
 
 # ---- processes that outlive us ----
@@ -177,12 +168,8 @@ def _named(program: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """Names one process.
-
-    Args:
-        pid: its number. started: when, in seconds since 1970 by a clock that may be set.
-        host: name of its computer, which may be changed.
-    """
+    """Names one process. pid: its number. started: when, in seconds since 1970 by a clock that may be set.
+    host: name of its computer, which may be changed."""
 
     pid: int
     started: float
@@ -193,13 +180,9 @@ class ProcessMark:
             raise ValueError(f"{self.pid} is no number of a process")
 
     def is_alive(self, held: Path | None = None) -> bool:
-        """Whether that very process runs.
-
-        Args:
-            held: a file that it keeps locked. That tells of a process which cannot be seen from here, in another
-                container or computer, and of one whose clock was set; without it, or without locks, one of a host of
-                another name counts as alive.
-        """
+        """Whether that very process runs. held: a file that it keeps locked. That tells of a process which cannot be
+        seen from here, in another container or computer, and of one whose clock was set; without it, or without locks,
+        one of a host of another name counts as alive."""
         is_ours = self.host == platform.node()
         if is_ours and (found := _process(self.pid)) is not None and abs(found - self.started) < _SAME_START_S:
             return True
@@ -235,11 +218,8 @@ def start_detached(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
 ) -> ProcessMark:
     """Start a program that goes on when we end, in a session of its own, and no longer belongs to us.
-
     What it prints is added to the log, in whose folder it runs, and which is locked until it has ended, but on Windows.
-
-    Raises: OSError if it cannot be started.
-    """
+    Raises: OSError if it cannot be started."""
     from .locks import try_lock
 
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": log.parent}

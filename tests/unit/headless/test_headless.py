@@ -288,10 +288,8 @@ def test_a_signal_cancels_the_prompt_and_ends_what_was_started(tmp_path, comfyui
     (comfyui / "saving").unlink()
     out, error = started.communicate(timeout=20)
     assert (started.returncode, error) == (130, "cancelled\n")
-    assert out.splitlines()[-2:] == [
-        "cancelling; waiting until the state is saved",
-        str(comfyui / "output" / "sub" / "x.png"),
-    ]
+    saved = str(comfyui / "output" / "sub" / "x.png")
+    assert out.splitlines()[-2:] == ["cancelling; waiting until the state is saved", saved]
     assert not _is_alive(comfyui / "server.pid") and not _is_alive(tmp_path / "bin" / "client.pid")
 
 
@@ -377,20 +375,10 @@ def test_an_installed_copy_of_the_pack_is_recognised(tmp_path: Path) -> None:
 
 
 SAVED_FORM = {
-    "nodes": [
-        {
-            "id": 3,
-            "type": "Train",
-            "inputs": [
-                {"name": "model", "link": 1},
-                {"name": "steps", "widget": {"name": "steps"}},
-                {"name": "name", "widget": {"name": "name"}},
-            ],
-            "widgets_values": [5, "lora"],
-        }
-    ],
+    "nodes": [{"id": 3, "type": "Train", "widgets_values": [5, "lora"], "inputs": [
+        {"name": "model", "link": 1}, *({"name": each, "widget": {"name": each}} for each in ("steps", "name"))]}],
     "links": [],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("node", ["3", "Train"])
