@@ -244,7 +244,7 @@ def list_files(
     )
     named = [entry for entry in entries if entry.suffix.lower() in suffixes or not entry.exists()]
     odd = (entry.name for entry in named if not entry.is_file() and not entry.is_dir())  # pipes, devices, dead links
-    _warn(odd, "are no ordinary files, or links to nothing, and are not used: %s; put images in their place", root)
+    _warn(odd, "are no ordinary files, or links to nothing, and are not used: %s; mend or remove them", root)
     stems = {stem_of(image) for image in images}
     for image in images:
         if stems & {stem_of(image).removesuffix(end) for end in _MASK_ENDS} - {stem_of(image)}:
