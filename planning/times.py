@@ -10,8 +10,8 @@ chooses between three ways, of f forwards (conds times pictures):
     tokens          g * max(T) + h * (max(t) + c)  T: a whole forward; g rounds of one per card, h forwards remain
 
 Copies c are the stream over each border, or with relay of every block; with tensor all partial sums; with tokens the
-keys and values of the other cards' rows. Left out is what the host takes to launch kernels, which CUDA graphs spare,
-and that tokens may send while it computes: the plain sum is what a slow link was measured at.
+keys and values of the other cards' rows. Tokens hides half of its transfer where keys travel by groups of heads. Left
+out is what the host takes to launch kernels, which CUDA graphs spare.
 """
 
 from __future__ import annotations
