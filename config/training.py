@@ -22,6 +22,7 @@ from .ranges import (
 )
 from .setting import setting
 
+MOST_MICRO_BATCHES = 1024  # of a step
 _TEXT_ENCODERS = ("text_encoder", "text_model", "lora_te", "clip_l", "clip_g", "te1", "te2", "t5xxl")
 
 
@@ -249,7 +250,7 @@ class LoopConfig:
 
     steps: Annotated[int, Range(1, MOST_STEPS)]
     batch_size: Annotated[int, Range(1, 1024)] = 1
-    gradient_accumulation_steps: Annotated[int, Range(1, 1024)] = setting(1, was=("train.accumulation",))
+    gradient_accumulation_steps: Annotated[int, Range(1, MOST_MICRO_BATCHES)] = setting(1, was=("train.accumulation",))
     clip_norm: Annotated[float, Range(1e-4, 1e6, or_zero=True)] = 1.0
     seed: Seed = 0
     gradient_checkpointing: bool = True

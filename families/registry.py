@@ -33,8 +33,7 @@ def find_variant(name: str, families: Iterable[ModelFamily] = ()) -> tuple[Model
     variants = {each.name: (family, each) for family in families or FAMILIES.values() for each in family.variants}
     if name not in variants:
         near = difflib.get_close_matches(name.lower(), variants, n=1)
-        raise ValueError(
-            f"there is no variant {name!r}; the variants are {', '.join(variants)}"
-            + (f"; did you mean {near[0]}?" if near else "")
-        )
+        others = "" if families else '; other models are planned from a job file with model.family = "comfyui"'
+        hint = f"; did you mean {near[0]}?" if near else others
+        raise ValueError(f"there is no variant {name!r}; the variants are {', '.join(variants)}{hint}")
     return variants[name]

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..config.job import job_to_dict, make_job
 from ..config.model import has_stages, holds_copies, shares_rows
+from ..config.training import MOST_MICRO_BATCHES
 from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.copies import NUM_SLOTS
 from .dry_run import NoForecast
@@ -288,12 +289,8 @@ class _CutSearch:
 
     def _stage(self, index: int, start: int, end: int) -> Stage | None:
         """The best that a card can do with these blocks; None if it needs more than it may."""
-        kept, streamed, blocks = (
-            self._split.blocks_without_checkpointing,
-            self._split.offloaded_blocks,
-            self._terms.blocks,
-        )
-        is_checkpointing = self._question.is_checkpointing
+        kept, streamed = self._split.blocks_without_checkpointing, self._split.offloaded_blocks
+        blocks, is_checkpointing = self._terms.blocks, self._question.is_checkpointing
         given = kept[index] if kept else 0 if is_checkpointing else end - start
         offloaded = streamed[index] if streamed else 0
         if given + offloaded > end - start:
@@ -475,7 +472,10 @@ def _choices(question: Question) -> list[_Change]:
         (all(map(holds_copies, now.strategies)), {"parallel.strategy": "auto"}),
         (other and not is_eight_bit, {"model.quantize": other}),
         (now.optimizers == ("adamw",), {"optimizer.name": "adamw8bit"}),
-        (job.train.batch_size > 1, {"train.batch_size": 1, "train.gradient_accumulation_steps": count}),
+        (
+            job.train.batch_size > 1 and count <= MOST_MICRO_BATCHES,
+            {"train.batch_size": 1, "train.gradient_accumulation_steps": count},
+        ),
     ]
     return [_Change(keys) for is_possible, keys in rows if is_possible]
 

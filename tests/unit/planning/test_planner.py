@@ -312,11 +312,9 @@ def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     assert fast.found.host_bytes == (fewest + 1) * GB
     slow = plan_training(_made_up(make_cards(8), ONES, link=GB / 4))
     assert slow.step_s == pytest.approx(2 * fewest * 4 + UNHIDDEN * 30)
-    too_small = _made_up(make_cards(2.4), ONES)
-    _helps(too_small)
-    best = needed_at_least(too_small)
-    assert best is not None
-    (stage,) = best.stages
+    too_small = _made_up(make_cards(2.4), ONES, train={"batch_size": 64, "gradient_accumulation_steps": 64})
+    assert not any("batch_size" in each for each in _helps(too_small))  # for which a job has no micro-batches enough
+    ((stage,),) = [best.stages for best in [needed_at_least(too_small)] if best]
     assert stage.plan.num_offloaded == 10 and stage.forecast.weights == 2 * GB and stage.share > 1
 
 
