@@ -14,6 +14,7 @@ import comfy.ops
 import torch
 from comfy.ldm.flux import math as flux_math
 from comfy.ldm.modules.attention import attention_basic
+from comfy.model_management import InterruptProcessingException
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.tensor import addresses_on
 from devicebridge.nodes.host.split.tree import tree_of
@@ -159,6 +160,28 @@ def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
         case.check("nothing is replayed with it", graphs_of(model).num_replays == replays + 2 * blocks > 2 * blocks)
         handles[0].remove()
         case.equal("without it", host.sample(model, name, steps=STEPS), expected)
+
+
+@case
+def replayed_without_what_a_hook_did_while_blocks_were_recorded(case: Case) -> None:
+    """By tokens the host looks at the model behind a forward, unless that is cancelled: no graph of it is kept."""
+    host, name = case.host, "wan_heads"
+
+    def cancel(*_: Any) -> None:
+        raise InterruptProcessingException
+
+    for error, last in ((RuntimeError, None), (InterruptProcessingException, cancel)):
+        with replayed():
+            model = together(host.load(name))
+            blocks = model.model.diffusion_model.blocks
+
+            def hook_it(*_: Any, blocks: Any = blocks, last: Any = last) -> None:
+                blocks[0].ffn[0].register_forward_hook(lambda module, args, output: output * 2)
+                blocks[-1].ffn[0].register_forward_hook(last or (lambda *_: None))
+
+            case.refused(f"{error}", functools.partial(host.sample, model, name, callback=hook_it), error)
+            case.check(f"no graph is kept after {error}", not graphs_of(model)._graphs)
+        host.unload_all()
 
 
 @case

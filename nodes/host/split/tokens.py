@@ -350,12 +350,14 @@ class TokensExecutor(Executor):
             self._check_unchanged(tree)
         try:
             output = compute()
-        except Exception as error:
-            if not isinstance(error, management.InterruptProcessingException):
+            if not is_first:
+                self._check_unchanged(tree)
+        except BaseException as error:
+            if not is_first:
+                self.release()  # blocks may have been recorded with what nobody has looked at
+            if isinstance(error, Exception):  # not an interrupt
                 self._check_unchanged(tree)  # it may tell why
             raise
-        if not is_first:
-            self._check_unchanged(tree)
         self.looks_first = False
         return output
 
