@@ -84,7 +84,8 @@ def check_tools(plan: JobPlan) -> None:
 def check_places(job: JobConfig) -> None:
     """Raises: ValueError naming the setting, if its folder is a file or lies in one."""
     for key, (folder,) in {key: values_at(job, key) for key in _OURS}.items():
-        nearest = next(filter(os.path.lexists, (Path(folder), *Path(folder).absolute().parents)))
+        above = (Path(folder), *Path(folder).absolute().parents)
+        nearest = next(filter(os.path.lexists, above), Path())  # on Windows not even its drive may be there
         if folder and not nearest.is_dir():
             raise ValueError(f"{key} {folder} was asked for, but {nearest} is a file; choose a folder")
 

@@ -6,6 +6,7 @@ made of a name, and no link is followed, so no name leads anywhere else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -78,10 +79,12 @@ class RunStore:
         return run in self._runs
 
     def find(self, run: object) -> Path:
-        """The folder of a run. Raises: NotThere."""
-        if run not in self.ids():
+        """The folder of a run, looked for among all only if it is not where it was. Raises: NotThere."""
+        folder, own = self.root / str(run), Path(os.path.realpath(self.root), str(run))
+        is_there = run in self._runs and folder.is_dir() and Path(os.path.realpath(folder)) == own
+        if not is_there and run not in self.ids():
             raise NotThere("there is no run of this name")
-        return self.root / str(run)
+        return folder
 
     def progress(self, run: str) -> Progress:
         """What its events tell, up to date."""
@@ -266,15 +269,13 @@ def find_runs(root: Path) -> list[str]:
     followed."""
     found, left = [], [""]
     while left:
-        name = left.pop()
-        try:
-            with os.scandir(root / name) as listed:
+        path = os.path.join(root, name := left.pop())
+        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to read
+            with os.scandir(path) as listed:
                 entries = list(listed)
             if name and any(entry.name in _MARKS for entry in entries):
-                found.append((os.stat(root / name).st_mtime_ns, name))
-        except OSError:  # gone meanwhile, or not ours to read
-            continue
-        for entry in entries if name.count("/") < _DEPTH - 1 else ():
-            if entry.name not in NO_RUNS and entry.name[0] != "." and entry.is_dir(follow_symlinks=False):
-                left.append(f"{name}/{entry.name}".lstrip("/"))
+                found.append((os.stat(path).st_mtime_ns, name))
+            for entry in entries if name.count("/") < _DEPTH - 1 else ():
+                if entry.name not in NO_RUNS and entry.name[0] != "." and entry.is_dir(follow_symlinks=False):
+                    left.append(f"{name}/{entry.name}".lstrip("/"))
     return [name for _, name in sorted(found, reverse=True)]

@@ -35,6 +35,7 @@ def try_lock(file: IO[bytes]) -> bool:
         if sys.platform == "win32":
             import msvcrt
 
+            file.seek(0)  # it locks from where the file stands: for one opened to append, behind its text
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl

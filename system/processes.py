@@ -244,10 +244,13 @@ def start_detached(
 def _guard(stop_timeout_s: float, command: list[str]) -> int:
     """Start the command, and wait for its end, or for that of our standard input; returns the command's exit code."""
     assert sys.platform != "win32"
+    early: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
-            signal.signal(number, lambda number, frame: None)  # which no program inherits, as it would SIG_IGN
+            signal.signal(number, lambda number, frame: early.append(number))  # which no program inherits
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    for asked in early:  # before the command was there to hear it
+        child.send_signal(asked)
     ended: queue.SimpleQueue[int | bytes] = queue.SimpleQueue()
     for wait in (child.wait, lambda: os.read(0, 1)):
         threading.Thread(target=lambda wait=wait: ended.put(wait()), daemon=True).start()

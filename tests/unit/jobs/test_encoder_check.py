@@ -15,6 +15,7 @@ from devicebridge.checkpoints.model_class import refuse_absurd_sizes, refuse_oth
 from devicebridge.config.job import JobConfig
 from devicebridge.encoding.text_encoder import load_text_encoder
 from devicebridge.families.registry import FAMILIES, find_variant
+from devicebridge.jobs.checks import check_places
 from devicebridge.jobs.job import check_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
@@ -230,6 +231,12 @@ def test_an_output_folder_that_is_a_file_is_refused(made: dict[str, Path], tmp_p
     job = _copy(made, "flux2", tmp_path, output={"folder": str(tmp_path / place)})
     with pytest.raises(ValueError, match=rf"output\.folder .*{tmp_path}/taken is a file; choose a folder"):
         check_job(job)
+
+
+def test_a_folder_of_which_nothing_is_there_is_no_file(made: dict[str, Path], tmp_path: Path, monkeypatch) -> None:
+    """As on Windows one on a drive that is not there; the run says that it cannot write."""
+    monkeypatch.setattr("os.path.lexists", lambda path: False)
+    check_places(_copy(made, "flux2", tmp_path, output={"folder": str(tmp_path / "run")}))
 
 
 @pytest.mark.parametrize(("key", "value"), [("text_device", ""), ("text_device", "stream:x"), ("vae_device", "x")])

@@ -1,16 +1,18 @@
 """One run at a time in an output folder, and what a killed one leaves in it."""
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from devicebridge.jobs.in_processes import run_pair
 from devicebridge.jobs.job import run_job
-from devicebridge.runs.record import run_lock
+from devicebridge.runs.record import RUN_LOCK, run_lock
 from devicebridge.system import locks
 from devicebridge.system.locks import NoLocks
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -117,3 +119,21 @@ def test_without_locks_a_run_goes_on_and_one_warning_says_so(tmp_path, monkeypat
     with run_lock(tmp_path / "run"), run_lock(tmp_path / "run"):
         pass
     assert caplog.text.count("file system without locks (Operation not supported)") == 1
+
+
+def test_windows_locks_the_same_byte_whatever_the_holder_has_written(tmp_path, monkeypatch):
+    """msvcrt.locking locks where the file stands, and one opened to append stands at its end; so does this one."""
+    held = set()
+
+    def locking(number, mode, count):
+        place = os.fstat(number).st_ino, os.lseek(number, 0, os.SEEK_CUR)
+        if place in held:
+            raise OSError(errno.EACCES, "Permission denied")
+        held.add(place)
+
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=locking))
+    monkeypatch.setattr(sys, "platform", "win32")
+    with run_lock(tmp_path / "run"):
+        assert locks.is_locked(tmp_path / "run" / RUN_LOCK)
+        with pytest.raises(RuntimeError, match="is in use by"), run_lock(tmp_path / "run"):
+            pass

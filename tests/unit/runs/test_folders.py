@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from devicebridge.cli.main import main
+from devicebridge.runs import store as runs_store
 from devicebridge.runs.api import Api, Host, News
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import NotThere, RunStore
@@ -69,7 +71,9 @@ def test_what_has_not_changed_is_not_opened_again(store: RunStore, opened: list[
     opened.clear()
     assert len(api.state()["runs"]) == 200
     assert [news.gather() for _ in range(5)] == [{}] * 5
-    assert store.find("run_000") and api.state()["jobs"] == []
+    assert api.state()["jobs"] == []
+    with mock.patch.object(runs_store, "find_runs", side_effect=AssertionError("all folders are walked")):
+        assert store.find("run_000") == store.root / "run_000"
     assert opened == []
 
 
@@ -109,8 +113,11 @@ def test_runs_that_go_are_told_and_what_becomes_a_link_is_not_there(store: RunSt
         store.find("run_509")
     (store.root / "run_509").symlink_to(tmp_path.parent / f"{tmp_path.name}_elsewhere")
     assert news.gather()["gone"] == ["run_509"]
-    with pytest.raises(NotThere):
-        store.find("run_509")
+    (store.root / "run_508").rename(store.root / "other")
+    (store.root / "run_508").symlink_to(store.root / "other")
+    for name in ("run_509", "run_508"):
+        with pytest.raises(NotThere):
+            store.find(name)
 
 
 def test_runs_inside_of_runs_come_and_go(tmp_path: Path) -> None:

@@ -141,6 +141,24 @@ def test_a_process_whose_starter_was_killed_has_time_to_save(tmp_path: Path) -> 
     assert saved.read_text() == "saved"
 
 
+EARLY = """
+import os, runpy, signal, subprocess, sys
+start = subprocess.Popen
+def asked_before(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return start(*arguments, **options)
+subprocess.Popen = asked_before
+sys.exit(runpy.run_path(sys.argv[1])["_guard"](1.0, [sys.executable, "-c", "import time; time.sleep(60)"]))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+def test_a_stop_that_comes_before_the_command_is_there_is_not_lost() -> None:
+    guard = [sys.executable, "-c", EARLY, str(ROOT / "system" / "processes.py")]
+    with subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True) as process:
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
 def test_a_process_stopped_leaves_no_file_descriptor_and_no_guard(tmp_path: Path) -> None:
     def open_files() -> set[str]:
