@@ -9,6 +9,7 @@ unchanged: outputs have a version also in inference mode. Everything else is cop
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -129,6 +130,8 @@ class TensorParallel(Bridge):
         # By rank and argument: a value, and what it is there.
         self._known: list[dict[Any, tuple[Any, Any]]] = [{} for _ in devices]
         self._collectives: list[HookSet] = []
+        self._beginning = threading.Lock()
+        self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.graphs: Graphs | None = None
         self.side_streams = copies_between(devices)
@@ -164,10 +167,18 @@ class TensorParallel(Bridge):
         return self._run.collective
 
     def begin(self) -> None:
-        """Start one forward, with nothing remembered; one at a time, whichever thread begins it."""
-        super().begin()
-        self._close_run()
-        self._forget()  # a thread that died in its forward has not ended it
+        """Start one forward, with nothing remembered. Raises: RuntimeError if any thread is inside a forward."""
+        with self._beginning:
+            other, here = self._runs_in, threading.current_thread()
+            if other is not None and other is not here and other.is_alive():
+                raise RuntimeError(
+                    f"another thread ({other.name}) is computing with this model, whose blocks "
+                    f"{', '.join(map(str, self._ranks))} compute one forward at a time; wait for it, or {_WAY_BLOCKS}"
+                )
+            self._runs_in = here
+            super().begin()
+            self._close_run()
+            self._forget()  # a thread that died in its forward has not ended it
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs from now on, where these devices have such."""
@@ -178,6 +189,8 @@ class TensorParallel(Bridge):
             self._close_run()
             self._forget()
         super().end()
+        if self._runs_in is threading.current_thread():
+            self._runs_in = None
 
     def check_again(self) -> None:
         """Compare what the devices compute of every block once more: weights or layers are others than they were."""

@@ -301,7 +301,9 @@ def test_an_error_of_one_worker_is_raised_and_nothing_is_left():
         Pipeline(model, bridge).run(_chain_batches(model, bridge, 4))  # and it can be used again
 
 
-def test_a_model_that_comes_back_to_a_device_or_leaves_the_last_one_out_is_refused():
+def test_a_model_that_comes_back_to_a_device_or_leaves_the_last_one_out_is_refused(monkeypatch):
+    wait_for = threading.Condition.wait_for  # accepted, it would wait for ever
+    monkeypatch.setattr(threading.Condition, "wait_for", lambda *args: wait_for(*args, timeout=5))
     with emulated_cards(2):
         model, bridge = _chain([HOME, NEXT, HOME, NEXT])
         with pytest.raises(RuntimeError, match="every device follows the one before it"):

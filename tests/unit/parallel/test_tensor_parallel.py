@@ -389,6 +389,25 @@ def test_an_interrupt_between_two_blocks_leaves_nothing_behind(x) -> None:
     assert {each.name for each in threading.enumerate() if "devicebridge" in each.name} == {"devicebridge-idle"}
 
 
+def test_a_forward_of_another_thread_is_refused_while_one_runs(x) -> None:
+    model, refused = make_model(), list[str]()
+    expected, parallel = model(x), divide(model, 3)
+
+    def second() -> None:
+        with pytest.raises(RuntimeError) as error:
+            run(parallel, model, 2 * x)
+        parallel.end()  # a step ends whatever its thread left, also where nothing had begun
+        refused.append(str(error.value))
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=second, daemon=True)
+        thread.start()
+        thread.join(20)
+
+    assert difference(run(parallel, model, x, meanwhile), expected) < NEAR
+    assert len(refused) == len(model.blocks) and all("another thread (MainThread)" in each for each in refused)
+
+
 def _until_failed(parallel: Any) -> None:
     while parallel._run.collective.error is None:
         time.sleep(0.001)
