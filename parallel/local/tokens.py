@@ -25,6 +25,7 @@ from ...patches.hooks import HookSet, change_at
 from ..block_lists import members
 from ..offload.recompute import is_recomputing
 from .collectives import Collective, Exchange, Layout, Send, all_rows, ends_of
+from .graphs import OPTIONS
 from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
 from .token_graphs import Replays, computed
@@ -319,7 +320,9 @@ class TokenParallel:
                     here.lengths, here.is_gathered = {}, False
                 here.passes[list_name, name].append(here.lengths)
             bound = signature.bind(*args, **kwargs)
-            kept = bound.arguments.get(here.plan.released) if is_first and not torch.is_grad_enabled() else None
+            is_own = not (bound.arguments.get(OPTIONS) or {}).get("patches_replace")  # others' code may call it twice
+            may_release = is_first and is_own and not torch.is_grad_enabled()
+            kept = bound.arguments.get(here.plan.released) if may_release else None
             _cut_arguments(here, bound.arguments, here.plan.blocks[list_name], name)
             if kept is not None:
                 kept.set_(bound.arguments[here.plan.released])

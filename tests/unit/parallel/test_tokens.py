@@ -55,7 +55,7 @@ class Double(nn.Module):
         super().__init__()
         self.attn, self.mlp = Attention(), nn.Linear(6, 6)
 
-    def forward(self, img: torch.Tensor, txt: torch.Tensor, pe: torch.Tensor, attend: Any) -> Any:
+    def forward(self, img: torch.Tensor, txt: torch.Tensor, pe: torch.Tensor, attend: Any, transformer_options: Any):
         both = torch.cat([txt, img], 1) + pe
         both = both + self.attn(both, attend)
         img.add_(self.mlp(img))  # as some classes do; its caller's tensor must not change on a rank that has a view
@@ -78,10 +78,10 @@ class Toy(nn.Module):
         self.singles = nn.ModuleList(Single() for _ in range(2))
         self.last = nn.Linear(6, 2)
 
-    def forward(self, img, txt, attend, mask=None):
+    def forward(self, img, txt, attend, mask=None, options=None):
         pe = torch.linspace(-1, 1, txt.shape[1] + img.shape[1])[None, :, None]
         for block in self.doubles:
-            img, txt = block(img, txt, pe, attend)
+            img, txt = block(img, txt, pe, attend, options)
         x = torch.cat([txt, img], 1)
         for block in self.singles:
             x = block(x, pe, attend, mask)
@@ -123,8 +123,11 @@ def test_every_rank_has_the_result_of_one_card(toy: Toy, shares: tuple[int, ...]
         assert torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("with_gradients", [False, True])
-def test_what_the_forward_keeps_is_released_only_without_gradients(toy: Toy, with_gradients: bool) -> None:
+@pytest.mark.parametrize(
+    ("with_gradients", "options", "kept"),
+    [(False, None, [4, 7]), (True, None, [11, 11]), (False, {"patches_replace": {"dit": {}}}, [11, 11])],
+)
+def test_what_the_forward_keeps_is_released_if_nobody_may_read_it(toy: Toy, with_gradients, options, kept) -> None:
     """A block's caller holds the stream of all rows until the block returns."""
     expected, given = toy(**inputs(), attend=whole), [inputs(), inputs()]
     plan = replace(PLAN, released="img")
@@ -133,7 +136,7 @@ def test_what_the_forward_keeps_is_released_only_without_gradients(toy: Toy, wit
 
     def run(model: Toy, img: torch.Tensor, txt: torch.Tensor) -> torch.Tensor:
         with torch.set_grad_enabled(with_gradients):
-            return model(img, txt, rows.attend)
+            return model(img, txt, rows.attend, options=options)
 
     try:
         outputs = rows.run(
@@ -142,7 +145,7 @@ def test_what_the_forward_keeps_is_released_only_without_gradients(toy: Toy, wit
     finally:
         rows.remove()
     assert all(torch.allclose(output, expected, rtol=1e-12, atol=1e-12) for output in outputs)
-    assert [each["img"].shape[1] for each in given] == ([11, 11] if with_gradients else [4, 7])
+    assert [each["img"].shape[1] for each in given] == kept
 
 
 def test_a_square_mask_is_cut_to_a_ranks_queries(toy: Toy) -> None:

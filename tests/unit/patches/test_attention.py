@@ -6,6 +6,7 @@ from devicebridge.jobs.job import run_job
 from devicebridge.patches.attention import sound_attention
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.loop import Trainer
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @pytest.fixture(params=[True, False])
@@ -23,6 +24,9 @@ def test_torch_does_without_cudnn_inside_and_is_as_before_afterwards(is_allowed)
     other.__enter__()
     one.__exit__(None, None, None)  # not in the order they came
     assert not allowed()
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):  # as ComfyUI's attention does
+        assert not allowed() and torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
     other.__exit__(None, None, None)
     assert allowed() is is_allowed
     with pytest.raises(ZeroDivisionError), sound_attention():
