@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from devicebridge.encoding.key import (
     latent_key,
     text_key,
 )
+from devicebridge.encoding.sources import FolderTexts
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import TextEncoderSpec
@@ -95,6 +97,18 @@ def test_text_fingerprints_type_and_version_are_in_the_text_key(monkeypatch):
 def test_the_order_in_which_options_were_written_does_not_matter():
     turned = dataclasses.replace(SPEC, template_options={"other": [1, 2], "add_generation_prompt": False})
     assert text_key("a", turned, **TEXT) == text_key("a", SPEC, **TEXT)
+
+
+def test_files_types_and_schemes_of_an_encoder_are_in_the_keys_of_its_captions(tmp_path):
+    for name in ("text_encoder", "tokenizer"):
+        (tmp_path / name).mkdir()
+    keys = set()
+    for name in ("text_encoder/config.json", "tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"):
+        (tmp_path / name).write_text(name)
+        for options in ((torch.bfloat16,), (torch.float32,), (torch.float32, "int8")):
+            with suppress(ValueError):  # for the tokenizer is not there yet
+                keys |= set(FolderTexts(SPEC, tmp_path, "cpu", *options).keys_of(["a cat"]).values())
+    assert len(keys) == 2 * 3
 
 
 def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
