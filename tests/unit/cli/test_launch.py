@@ -13,6 +13,7 @@ from devicebridge.config.model import ParallelConfig
 from devicebridge.parallel.ranks.group import RankFailed, RankLost
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.system.stopping import STOPPED, Launch, Stopped
+from torch import OutOfMemoryError
 
 
 @pytest.fixture
@@ -59,9 +60,9 @@ def test_a_refusal_is_said_once_and_ends_the_command_as_it_would_alone(first, se
 
 
 def test_what_breaks_is_no_refusal(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (_exit_code(0, RankLost("rank 1 has ended")), _exit_code(1, RuntimeError("broken"))) == (2, 2)
+    assert (_exit_code(0, RankLost("rank 1 has ended")), _exit_code(1, OutOfMemoryError("no room"))) == (2, 2)
     assert launch.code() == 0
-    assert capsys.readouterr().err == "devicebridge: rank 0: rank 1 has ended\ndevicebridge: rank 1: broken\n"
+    assert capsys.readouterr().err == "devicebridge: rank 0: rank 1 has ended\ndevicebridge: rank 1: no room\n"
 
 
 def test_torchrun_that_somebody_else_has_started_hears_of_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,8 +72,7 @@ def test_torchrun_that_somebody_else_has_started_hears_of_a_refusal(capsys: pyte
 
 @pytest.mark.parametrize(("processes", "flag"), [(1, " --nproc 2"), (2, "")], ids=["by the flag", "by the job file"])
 def test_what_continues_a_training_starts_as_many_processes(processes: int, flag: str, launch: Launch) -> None:
-    job = mock.Mock(parallel=ParallelConfig(processes=processes))
-    options = argparse.Namespace(job=Path("job.toml"))
+    job, options = mock.Mock(parallel=ParallelConfig(processes=processes)), argparse.Namespace(job=Path("job.toml"))
     assert again(options, job, RankPlace(0, 2, 0, 2)) == f"devicebridge train job.toml{flag} --resume"
     assert again(options, job, None) == "devicebridge train job.toml --resume"
     for resume, last in ((False, "job.toml"), (True, "--resume"), ("continue", "--continue")):
