@@ -129,7 +129,6 @@ def test_a_model_replaces_nothing_else_of_a_job():
     [
         (["--cards", "24GB"], "there is nothing to plan for; give a job file, or the name of a model: --model"),
         (["--model", "FLUX2-dev1"], "the variants are flux2-dev, flux2-klein-4b, .*; did you mean flux2-dev"),
-        (["--model", "z-image"], 'the variants are .*; other models .* a job file with model.family = "comfyui"'),
         (["--model", "flux2-dev", "--cards", "24GB", "--frames", "17"], "this model makes images only"),
         (["--model", "flux2-dev", "--cards", "24GB", "--resolution", "9"], "resolution 9 is below 16 pixels"),
         (["--model", "wan2.1-t2v-14b", "--cards", "24GB", "--frames", "16"], "takes 4n . 1 frames; nearest are 13, 17"),
