@@ -13,6 +13,7 @@ the model's weights. A convolution is a LoRA of its weight as a matrix [out, in 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from torch import Tensor
 
 from ..families.naming import find_by_diffusers, find_by_original
 from ..families.registry import FAMILIES
-from ..system.files import tensors_as_bytes, write_atomically
 from ..version import VERSION
 from . import lora_start
 from .header import TensorRecord
@@ -47,7 +47,7 @@ from .lora_change import (
 )
 from .lora_file import ALPHA, DORA, FIRST, MAGNITUDE, A, B, Layer
 from .lora_start import Names, is_text_layer, layer_size
-from .weight_file import WeightReader, open_weights, read_rows
+from .weight_file import WeightReader, open_weights, read_rows, write_tensors
 
 Tensors = Iterator[tuple[str, Tensor]]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -175,15 +175,11 @@ def write(result: Result, out: Path) -> None:
     refuse_place(out)
     kept = {key: each for key, each in result.metadata.items() if not _STALE.fullmatch(key)}
     did = "; ".join(filter(None, (kept.get("devicebridge_lora"), result.did)))
-    tensors: dict[str, Tensor] = {}
-    for name, each in result.tensors:
-        if name in tensors:
-            raise ValueError(f"{out} would have {name} twice")
-        tensors[name] = each.clone()  # some layers share theirs
-    if not tensors:
+    head = next(result.tensors, None)
+    if head is None:
         raise ValueError(f"{out} is not written: {result.did} changes nothing")
     note = {"format": "pt", "devicebridge_lora": did, "devicebridge_version": VERSION}
-    write_atomically(out, tensors_as_bytes(tensors, kept | note))
+    write_tensors(out, itertools.chain((head,), result.tensors), kept | note)
 
 
 # ---- scale, merge, resize

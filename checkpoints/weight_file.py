@@ -6,17 +6,21 @@ behind every page, which Linux refuses where the file (64 GB of FLUX.2) is large
 
 from __future__ import annotations
 
+import json
 import mmap
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from ..quantization.stored import PACKINGS, restore
+from ..system.files import write_atomically
 from .header import (
     AGAIN,
     FileHeader,
@@ -27,6 +31,7 @@ from .header import (
     refuse_no_file,
 )
 
+_PIECE_BYTES = 2**24  # of a copy
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
 TORCH_TYPES = {
     "F64": torch.float64,
@@ -200,3 +205,40 @@ def refuse_zeros(path: Path, records: Mapping[str, TensorRecord]) -> None:
     matrices = {name: record for name, record in records.items() if len(record.shape) > 1}
     if matrices and all(find_zero_weights({name: record}) for name, record in matrices.items()):
         raise ValueError(f"{path} holds nothing but zeros; download it again")
+
+
+def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
+    """A safetensors file of tensors as they come, one in memory at a time, atomically.
+
+    Numbers (tensors without dimensions) lie in front. All are of types that TORCH_TYPES names, on the CPU.
+
+    Raises: OSError naming the file if the disk refuses; ValueError for a name that comes twice.
+    """
+    types = {dtype: name for name, dtype in TORCH_TYPES.items() if name not in PACKINGS}
+    entries: dict[str, tuple[str, list[int], int, int]] = {}  # type, shape, and where it begins and how long it is
+    numbers = bytearray()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as spool:
+            for name, tensor in tensors:
+                if name in entries:
+                    raise ValueError(f"{path} would have {name} twice")
+                content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                start = spool.tell() if tensor.ndim else len(numbers)
+                entries[name] = types[tensor.dtype], list(tensor.shape), start, content.nbytes
+                if tensor.ndim:
+                    spool.write(content.data)
+                else:
+                    numbers += content.tobytes()
+            header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+            for name, (kind, shape, start, num_bytes) in entries.items():
+                start += len(numbers) if shape else 0
+                header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, start + num_bytes]}
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            text += b" " * (-len(text) % 8)
+            spool.seek(0)
+            pieces = iter(lambda: spool.read(_PIECE_BYTES), b"")
+            write_atomically(path, chain((len(text).to_bytes(8, "little"), text, bytes(numbers)), pieces))
+    except OSError as error:
+        error.filename = error.filename or str(path)  # which a full disk does not give
+        raise
