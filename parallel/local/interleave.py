@@ -33,8 +33,7 @@ class Interleave:
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
-        Raises: the first exception of a job, after all have ended; RuntimeError under autograd or inside another
-        run."""
+        Raises: the first exception of a job, after all have ended; RuntimeError inside another run."""
         with self.bridge.interleaved(self):
             if len(jobs) < 2:
                 return [job() for job in jobs]
