@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(sys.argv[2])
+FOLDER = Path(*sys.argv[2:3])  # of a script of cases
 IS_LONG = bool(os.environ.get("LONG_TESTS"))
 Run = Callable[[], object]
 _CASES: dict[str, Run] = {}
