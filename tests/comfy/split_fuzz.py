@@ -37,7 +37,7 @@ from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_cond
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 from devicebridge.tests.emulated import exact_products
 
-_REFUSALS = ("split", "across GPUs", "verify:")
+_REFUSALS = ("split", "across GPUs", "verify:", "cannot run")
 _NUM_BLOCKS = 3  # every family has as many, so a cut before any of them is possible
 _NEAR = 2e-5  # of the largest value, where kernels are chosen by the rows; of 1,000 histories the worst was 1.4e-5
 _EXACT = 5e-6  # what is no product may still take another kernel
