@@ -35,7 +35,6 @@ import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, release_cached_memory  # noqa: E402
 from devicebridge.quantization.quantize import (  # noqa: E402
     QuantizeSettings,
-    layer_class,
     refusal,
 )
 from devicebridge.training.batches import CachedSamples  # noqa: E402
@@ -162,7 +161,8 @@ def crest_factors(model: nn.Module, linears: Sequence[str]) -> Iterator[dict[str
 
     def note(name: str, rows: torch.Tensor) -> None:
         rows = rows.detach().float().flatten(0, -2)
-        seen[layer_class(name)].append((rows.abs().amax(1) / rows.square().mean(1).sqrt()).median())
+        alike = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        seen[alike].append((rows.abs().amax(1) / rows.square().mean(1).sqrt()).median())
 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))

@@ -343,8 +343,3 @@ class QuantizeReport:
             f"{self.num_quantized} linears to {self.scheme}{taken}, {before / 1e9:.2f} -> {after / 1e9:.2f} GB; "
             f"left alone: {skipped}{unrotated}"
         )
-
-
-def layer_class(fqn: str) -> str:
-    """The name that layers alike share: "blocks.3.attn.to_q" -> "blocks.*.attn.to_q"."""
-    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
