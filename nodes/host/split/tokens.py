@@ -355,8 +355,8 @@ class TokensExecutor(Executor):
         except BaseException as error:
             if not is_first:
                 self.release()  # blocks may have been recorded with what nobody has looked at
-            if isinstance(error, Exception):  # not an interrupt
-                self._check_unchanged(tree)  # it may tell why
+                if isinstance(error, Exception):  # not an interrupt
+                    self._check_unchanged(tree)  # it may tell why
             raise
         self.looks_first = False
         return output
