@@ -1,6 +1,7 @@
 """ComfyUI's memory management over a split MODEL: each card's part is counted, evicted and offloaded where it is."""
 
 import contextlib
+import functools
 import gc
 import weakref
 from typing import Any
@@ -129,6 +130,22 @@ def forgetting_a_split_frees_both_cards(case: Case) -> None:
         case.check(f"{kind}: nothing is held", held == (0, 0), held)
         case.check(f"{kind}: the tree is gone", base() is None and tree() is None, (base(), tree()))
         case.check(f"{kind}: nothing is listed", not comfy.model_management.loaded_models())
+
+
+@case
+def a_refused_forward_keeps_no_model(case: Case) -> None:
+    """A MODEL that waits for the collector may die while ComfyUI unloads another, whose list of models shrinks then."""
+    host = case.host
+    model = split(host.load(NAME), way="tokens").clone()
+    model.model_options["transformer_options"]["optimized_attention_override"] = lambda own, *args, **kw: own(*args)
+    gc.disable()
+    try:
+        sample, known = functools.partial(host.sample, model, NAME), weakref.ref(model)
+        case.refused("of its attention", sample, RuntimeError, __name__, "way 'blocks'")
+        del model, sample
+        case.check("it is gone at once", known() is None, gc.get_referrers(known()))
+    finally:
+        gc.enable()
 
 
 @case

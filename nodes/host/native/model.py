@@ -292,7 +292,10 @@ def _check_known(model: nn.Module, row: NativeModel, args: tuple[Any, ...], kwar
             'set parallel.strategy to "auto", or train.batch_size to 1'
         )
         error.plan = rows
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
     if row.trained_inputs and shown.kind not in row.trained_inputs:
         raise ValueError(
             f"the gradients of {row.class_name}, which nobody has described, were proved for other inputs than this "

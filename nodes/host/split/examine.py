@@ -141,7 +141,10 @@ def _verdicts(model: Any, layout: NativeModel) -> tuple[dict[str, Verdict], dict
     finally:
         hooks.remove()
     if not found:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # their tracebacks hold this frame
     return found, trained
 
 

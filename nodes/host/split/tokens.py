@@ -408,7 +408,10 @@ class TokensExecutor(Executor):
     def _go_alone(self, tree: SplitTree, refusal: RowsError) -> None:
         """Raises: the refusal, where a user named this way."""
         if not self._plan.may_run_alone:
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback holds this frame: the MODEL would wait for the garbage collector
         tree.say_once(f"split: way auto took tokens, and now the first card computes alone: {refusal}")
 
     def _attach(self, plan: TokenPlan) -> TokenParallel:
