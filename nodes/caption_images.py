@@ -12,38 +12,17 @@ from .host import folders, io
 from .saying import said_on_node, training_schema
 from .types import DatasetSocket, TrainingDataset
 
-_FILE = "Which image or clip this is, for Write Captions."
-
 
 class ImagesToCaption(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeImagesToCaption",
-        display_name="Images to Caption",
-        description="The images of a dataset that have no caption, one after the other, for any node that makes a "
-        "text of an image: core's Generate Text with a model that sees, or a captioning pack. Connect its text and "
-        "the files of this node to Write Captions.",
         search_aliases=["auto caption", "captioning", "florence", "tagger", "describe images"],
         inputs=[
-            DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
-            io.Int.Input(
-                "longest_side",
-                default=1024,
-                min=64,
-                max=4096,
-                tooltip="Larger images are scaled down to this many pixels along their longest side.",
-            ),
-            io.Int.Input(
-                "at_most",
-                default=100,
-                min=1,
-                max=5000,
-                tooltip="Images of one run, which are in memory together. Run again for those that are left.",
-            ),
+            DatasetSocket.Input("dataset"),
+            io.Int.Input("longest_side", default=1024, min=64, max=4096),
+            io.Int.Input("at_most", default=100, min=1, max=5000),
         ],
-        outputs=[
-            io.Image.Output("image", is_output_list=True, tooltip="An image, or the first frame of a clip."),
-            io.String.Output("file", is_output_list=True, tooltip=_FILE),
-        ],
+        outputs=[io.Image.Output("image", is_output_list=True), io.String.Output("file", is_output_list=True)],
     )
 
     @classmethod
@@ -65,25 +44,15 @@ class ImagesToCaption(io.ComfyNode):
 class WriteCaptions(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeWriteCaptions",
-        display_name="Write Captions",
-        description="Writes each text into the .txt file beside its image. A caption that is there is never "
-        "changed, and where all have one, nothing before this node is run. Inside ComfyUI's input folder only.",
         search_aliases=["auto caption", "save captions", "caption files"],
         is_output_node=True,
         is_input_list=True,
         inputs=[
-            DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
-            io.String.Input(
-                "caption",
-                force_input=True,
-                lazy=True,
-                tooltip="The text that a captioning node has made of each image.",
-            ),
-            io.String.Input(
-                "file", force_input=True, lazy=True, tooltip="The files of these images, from Images to Caption."
-            ),
+            DatasetSocket.Input("dataset"),
+            io.String.Input("caption", force_input=True, lazy=True),
+            io.String.Input("file", force_input=True, lazy=True),
         ],
-        outputs=[DatasetSocket.Output("captioned", display_name="dataset", tooltip="The same dataset, captioned.")],
+        outputs=[DatasetSocket.Output("captioned")],
     )
 
     @classmethod

@@ -20,7 +20,7 @@ from .host import folders, io
 from .host.comfy_encoders import HostClip, HostVae, HostVision
 from .host.native.conditions import HostConditioner
 from .saying import said_on_node, training_schema
-from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_section
+from .sockets import AUTO, LATER, Socket, read_lines, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -28,21 +28,12 @@ if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
     from ..jobs.comfy_entries import ComfyEncoders
 
-_TITLE = "Cache Captions and Latents"
-
 _log = logging.getLogger(__name__)
 
 DEFAULT_FOLDER = "devicebridge/cache"
 _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
 _GONE = "ComfyUI has let go of the CLIP that encoded the captions; use Unload Models and Execution Cache, and run again"
-_STOCK_VISION = io.ClipVision.Input(
-    "stock_vision",
-    display_name="stock CLIP vision",
-    optional=True,
-    tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is made of: "
-    "first-frame, fun-control or z-image-omni. Wan 2.1's image-to-video and Fun Control need one.",
-)
 _LINK_OF = {"text_encoders": "stock_clip", "vae": "stock_vae"}
 _USUAL = "the file that ComfyUI's templates name for such a model, if it is there"
 _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision": "Load CLIP Vision"}
@@ -52,8 +43,8 @@ def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
     files = partial(folders.list_components, "text_encoders")
     return [
-        ModelSocket.Input("model", tooltip="The model that will be trained; it decides what is encoded how."),
-        DatasetSocket.Input("dataset", tooltip="The images and captions."),
+        ModelSocket.Input("model"),
+        DatasetSocket.Input("dataset"),
         Socket(
             "text_encoders",
             "cache.text_encoders",
@@ -81,29 +72,10 @@ def _inputs() -> list[Socket | io.Input]:
         CACHE_FOLDER,
         Socket("text_quantize", "cache.text_quantize", **LATER),
         Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, **LATER),
-        io.Clip.Input(
-            "stock_clip",
-            display_name="stock CLIP",
-            optional=True,
-            tooltip="ComfyUI's CLIP, from its loaders. Connected, it encodes the captions as CLIP Text Encode does, "
-            "and text_encoders, text_device, text_window_gb and text_quantize have no effect. Choose it when the LoRA "
-            "will be used in ComfyUI: FLUX.2's prompts are padded differently there.",
-        ),
-        io.Vae.Input(
-            "stock_vae",
-            display_name="stock VAE",
-            optional=True,
-            tooltip="ComfyUI's VAE, from its loaders. Connected, it encodes images and clips as VAE Encode does, and "
-            "the vae name and vae_device have no effect. Handy when the model is a single file.",
-        ),
-        io.Combo.Input(
-            "text_encoder_2",
-            **LATER,
-            tooltip="The second file where a model has two text encoders: FLUX.1 takes clip_l and t5xxl, in any order. "
-            "Without effect for others, and for diffusers folders.",
-            **file_options(NONE, files),
-        ),
-        _STOCK_VISION,
+        io.Clip.Input("stock_clip", optional=True),
+        io.Vae.Input("stock_vae", optional=True),
+        io.Combo.Input("text_encoder_2", **LATER, **file_options(NONE, files)),
+        io.ClipVision.Input("stock_vision", optional=True),
         Socket("caption_weights", "cache.caption_weights", **LATER),
     ]
 
@@ -115,15 +87,11 @@ KEPT = defaultdict[str, set[Path]](set)
 class CacheCaptionsAndLatents(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeCacheCaptionsAndLatents",
-        display_name=_TITLE,
-        description="Encodes every caption and image once and keeps the results on disk, so that neither text "
-        "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
-        "what is done. By default the model's own encoders are used; connect ComfyUI's CLIP and VAE to train on "
-        "exactly what your workflows feed the model.",
         search_aliases=["encode dataset", "precompute", "text encoder cache", "latent cache"],
         is_output_node=True,
-        inputs=lambda: make_inputs(_inputs(), _TITLE),
-        outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
+        inputs=_inputs,
+        is_named=True,
+        outputs=[DatasetSocket.Output("cached")],
     )
 
     validate_inputs = lists_pass("text_encoders", "vae", "text_device", "vae_device", "text_encoder_2")

@@ -13,10 +13,8 @@ from .captions import CACHE_FOLDER
 from .choices import COMES_AND_GOES, NONE, file_options, lists_pass, read_file
 from .host import folders, io
 from .saying import said_on_node, training_schema
-from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
+from .sockets import AUTO, LATER, Socket, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, TrainingDataset
-
-_TITLE = "Training Dataset"
 
 
 def _read_fps(text: str) -> float | str:
@@ -45,12 +43,7 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("evaluate_every", "evaluation.every_steps", max=1_000_000, advanced=True),
         Socket("max_aspect_ratio", "data.max_aspect_ratio", max=8.0, step=0.1, advanced=True),
         Socket("bucket_step", "data.bucket_step", advanced=True),
-        DatasetSocket.Input(
-            "previous",
-            optional=True,
-            tooltip="Another dataset, whose folders come first. All settings but those of each folder are then taken "
-            "from this node.",
-        ),
+        DatasetSocket.Input("previous", optional=True),
         Socket("frames", "data.frames", default=AUTO, optional=True),
         Socket("fps", "data.fps", read=_read_fps, default=AUTO, **LATER),
         Socket("window", "data.window", **LATER),
@@ -97,13 +90,10 @@ def _references(id: str, key: str, example: str) -> Socket:
 class TrainingDatasetNode(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeTrainingDataset",
-        display_name=_TITLE,
-        description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
-        "file of the same name, or in a JSON file, and, where wanted, a mask in name_mask.png. Chain several of "
-        "these nodes to train on several folders.",
         search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
-        inputs=lambda: make_inputs(_inputs(), _TITLE),
-        outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
+        inputs=_inputs,
+        is_named=True,
+        outputs=[DatasetSocket.Output("dataset")],
     )
 
     validate_inputs = lists_pass("folder", "evaluation_folder")
@@ -172,25 +162,11 @@ def _ask() -> None:
 class DatasetFromLatents(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeDatasetFromLatents",
-        display_name="Dataset from Latents and Conditioning",
-        description="Trains on lists of latents and conditionings, as core's Make Training Dataset, Resolution "
-        "Bucket and Load Training Dataset give them. They are kept on disk, so that training, and resuming it, "
-        "needs no text encoder and no VAE.",
         search_aliases=["encoded dataset", "latent list", "conditioning list", "make training dataset"],
         is_output_node=True,
         is_input_list=True,
-        inputs=[
-            io.Latent.Input(
-                "latents",
-                tooltip="List of latents as VAE Encode makes them: images or batches, of one size or of several.",
-            ),
-            io.Conditioning.Input(
-                "conditioning",
-                tooltip="List of conditionings in the order of the latents; for a batch, one item per sample.",
-            ),
-            CACHE_FOLDER.make_input(),
-        ],
-        outputs=[DatasetSocket.Output("dataset", tooltip="The dataset, for the training node.")],
+        inputs=[io.Latent.Input("latents"), io.Conditioning.Input("conditioning"), CACHE_FOLDER],
+        outputs=[DatasetSocket.Output("dataset")],
     )
 
     @classmethod

@@ -19,27 +19,22 @@ from .captions import DEFAULT_FOLDER
 from .choices import device_options, lists_pass, read_devices
 from .host import folders, io
 from .saying import said_on_node, training_schema
-from .sockets import AUTO, LATER, Socket, make_inputs, read_section
+from .sockets import AUTO, LATER, Socket, read_section
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
 
 _log = logging.getLogger(__name__)
-_TITLE = "Load Model for Training Across GPUs"
-_QUANTIZE_TITLE = "Quantize (skip LoRA)"
 
 
 class LoadModelForTraining(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeLoadModelForTraining",
-        display_name=_TITLE,
-        description="Chooses a diffusion model and splits its blocks over several GPUs. What is no file of FLUX or "
-        "Wan, ComfyUI's own code builds. Only the header is read here; the weights go straight to their GPU when "
-        "training starts.",
         search_aliases=["flux trainer", "multi gpu training", "split model", "lora training"],
-        inputs=lambda: make_inputs(_inputs(), _TITLE),
-        outputs=[ModelSocket.Output("model", tooltip="The model to train, not loaded yet.")],
+        inputs=lambda: _inputs(),
+        is_named=True,
+        outputs=[ModelSocket.Output("model")],
     )
     validate_inputs = lists_pass("devices", "balance")
 
@@ -95,33 +90,15 @@ def _inputs() -> list[Socket | io.Input]:
 
     variants = [variant.name for family in FAMILIES.values() for variant in family.variants]
     return [
-        io.Combo.Input(
-            "model",
-            options=[folders.USE_PATH, *folders.list_models()],
-            default=folders.USE_PATH,
-            tooltip="A file in models/diffusion_models or models/checkpoints (any shard of several), or a model folder "
-            f"in models/diffusers. {folders.USE_PATH} takes the path below instead.",
-        ),
-        io.String.Input(
-            "path",
-            default="",
-            placeholder="/path/to/model",
-            tooltip="Full path of a diffusers model folder, a .safetensors or .gguf file. Matters only while model is "
-            f"{folders.USE_PATH}.",
-        ),
+        io.Combo.Input("model", options=[folders.USE_PATH, *folders.list_models()], default=folders.USE_PATH),
+        io.String.Input("path", default="", placeholder="/path/to/model"),
         Socket("variant", "model.variant", options=[AUTO, *variants], advanced=True),
         Socket("devices", "split.devices", read=read_devices, default=AUTO, **device_options(AUTO, several=True)),
         Socket("balance", "split.balance", advanced=True),
         Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
         Socket("memory_limit_gb", "split.memory_limit_gb", placeholder="20, 14", advanced=True),
         Socket("dtype", "model.dtype", advanced=True),
-        io.Model.Input(
-            "stock_model",
-            display_name="stock MODEL",
-            optional=True,
-            tooltip="ComfyUI's MODEL, from Load Diffusion Model or Load Checkpoint. Connected, it is what is trained, "
-            "and model, path and variant have no effect. Captions and latents then come from stock CLIP and stock VAE.",
-        ),
+        io.Model.Input("stock_model", optional=True),
     ]
 
 
@@ -142,32 +119,20 @@ def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, tuple[torch.devic
 
 _SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none", "stored"]
 _QUANTIZE_INPUTS = (
-    ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
+    ModelSocket.Input("model"),
     Socket("quantize", "model.quantize", options=_SCHEMES, default=AUTO),
     Socket("rotation", "model.rotation", **LATER),
-    io.Boolean.Input(
-        "cache",
-        default=False,
-        **LATER,
-        tooltip="Keep the quantized weights in ComfyUI's output folder. The next run then reads half as much and "
-        "rounds nothing. They take 31 GB of disk for FLUX.2-dev.",
-    ),
+    io.Boolean.Input("cache", default=False, **LATER),
 )
 
 
 class Quantize(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeQuantize",
-        display_name=_QUANTIZE_TITLE,
-        description="Holds the model's frozen linear layers in 8 bits, or as a quantized file has them, while a "
-        "LoRA is trained on top, and can multiply in 8 bits too. LoRA weights, norms and embeddings keep their "
-        "precision. Shows what is quantized and the memory it takes.",
         search_aliases=["fp8", "float8", "int8", "8 bit", "torchao", "gguf"],
-        inputs=lambda: make_inputs(_QUANTIZE_INPUTS, _QUANTIZE_TITLE),
-        outputs=[
-            ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
-            io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
-        ],
+        inputs=_QUANTIZE_INPUTS,
+        is_named=True,
+        outputs=[ModelSocket.Output("quantized"), io.String.Output("report")],
     )
 
     @classmethod

@@ -8,7 +8,7 @@ from ..config.job import OutputConfig
 from . import host
 from .host import folders, io
 from .saying import said_on_node, training_schema
-from .sockets import make_inputs, read_sections
+from .sockets import read_sections
 from .train import training_sockets
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 
@@ -23,40 +23,17 @@ _LATER = training_sockets("lora_kind", "layers", "lokr_factor", "ema_decay", "ka
 class PlanTraining(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgePlanTraining",
-        display_name="Plan Training",
-        description="Forecasts what a training takes of every card, and how it would best use them: where the "
-        "model is cut, which blocks keep their activations, and how many hours the whole run takes. Loads no "
-        "weights and needs no GPU. Select this node and press the play button above it: it then runs alone.",
         search_aliases=["memory planner", "vram estimate", "out of memory", "will it fit"],
         is_output_node=True,
-        inputs=lambda: make_inputs(
-            [
-                ModelSocket.Input("model", tooltip="The model to train, as it would go into Train LoRA Across GPUs."),
-                DatasetSocket.Input("dataset", tooltip="The images; the largest of their sizes is planned for."),
-                io.String.Input(
-                    "cards",
-                    default="",
-                    placeholder="2x3090, 12GB",
-                    tooltip="Plan for these cards instead of this machine's, in order: by model (2x3090), by decimal "
-                    "GB (2x24GB, 12GB), or with relative speeds (2x24GB@1, 12GB@0.5). Empty takes the model's devices "
-                    "as they are once ComfyUI has let go.",
-                ),
-                *_SOCKETS,
-                io.Int.Input(
-                    "steps",
-                    default=1000,
-                    min=1,
-                    max=1_000_000,
-                    optional=True,
-                    tooltip="Steps of the run, for how long it will take. The plan is the same for any number.",
-                ),
-                *_LATER,
-            ]
-        ),
-        outputs=[
-            io.String.Output("text", tooltip="The plan: the verdict, a line per card, what else was looked at."),
-            io.Image.Output("picture", tooltip="A bar per card: what its memory is for."),
+        inputs=[
+            ModelSocket.Input("model"),
+            DatasetSocket.Input("dataset"),
+            io.String.Input("cards", default="", placeholder="2x3090, 12GB"),
+            *_SOCKETS,
+            io.Int.Input("steps", default=1000, min=1, max=1_000_000, optional=True),
+            *_LATER,
         ],
+        outputs=[io.String.Output("text"), io.Image.Output("picture")],
     )
 
     @classmethod

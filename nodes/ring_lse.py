@@ -11,32 +11,13 @@ from .saying import schema
 class RingLseFix(io.ComfyNode):
     define_schema = schema(
         node_id="DeviceBridgeRingLseFix",
-        display_name="ROCm LSE Fix (ring attention)",
         category="DeviceBridge/fixes",
-        description="Corrects the ring attention of diffusers 0.37 to 0.39, which merges partial results "
-        "wrongly with torch 2.9 and newer (first seen on AMD GPUs). It holds for the whole ComfyUI process until "
-        "turned off, and changes nothing where the installed diffusers is right, as 0.40 and newer are.",
         search_aliases=["amd", "rocm", "context parallel", "ring attention"],
         is_output_node=True,
         is_experimental=True,
         hidden=[],
-        inputs=[
-            io.Boolean.Input(
-                "enabled",
-                default=True,
-                tooltip="Apply the fix where it is needed; off takes it away again. Matters only with ring "
-                "attention through diffusers.",
-            ),
-            io.AnyType.Input(
-                "anything",
-                optional=True,
-                tooltip="Passed through unchanged, so that the fix runs before whatever uses the output.",
-            ),
-        ],
-        outputs=[
-            io.AnyType.Output("passed", display_name="anything", tooltip="What came in, unchanged."),
-            io.String.Output("status", tooltip="Whether the fix is active, and why."),
-        ],
+        inputs=[io.Boolean.Input("enabled", default=True), io.AnyType.Input("anything", optional=True)],
+        outputs=[io.AnyType.Output("passed"), io.String.Output("status")],
     )
 
     @classmethod

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..config.job import job_keys
@@ -14,8 +16,11 @@ from ..system.stopping import Stopped
 from ..system.telling import printable, quiet_imports
 from . import host
 from .host import io
-from .sockets import SHOWN
+from .sockets import SHOWN, make_inputs
 
+# What nodes and sockets are called and say, which ComfyUI's page reads, too.
+_ENGLISH = Path(__file__).resolve().parent.parent / "locales" / "en" / "nodeDefs.json"
+_TEXTS: Any = json.loads(_ENGLISH.read_text(encoding="utf-8"))
 PACK = __name__.removesuffix(".nodes.saying")
 _NO_SOCKET = "a setting without a socket"
 _OTHERS = {
@@ -35,13 +40,22 @@ _BESIDE = {
 }
 
 
-def schema(**of: Any) -> Any:
-    """The define_schema of a node that says something on itself. inputs: a function makes them anew each time, for
-    lists that show what is there now."""
+def schema(node_id: str, inputs: Any, outputs: Any, *, is_named: bool = False, **of: Any) -> Any:
+    """The define_schema of a node that says something on itself. Its English texts are those of locales/en.
+    inputs: entries of make_inputs; a function makes them anew each time, for lists that show what is there now.
+    is_named: whether messages send users to its sockets."""
 
     def define_schema(cls: type[io.ComfyNode]) -> io.Schema:
-        inputs = of["inputs"]() if callable(of["inputs"]) else of["inputs"]
-        return io.Schema(**{"hidden": [io.Hidden.unique_id], **of, "inputs": inputs})
+        texts = _TEXTS[node_id]
+        title = texts["display_name"]
+        made = make_inputs(inputs() if callable(inputs) else inputs, title if is_named else "")
+        said = [(each, texts["inputs"].get(each.id, {})) for each in made]
+        for socket, text in (*said, *zip(outputs, texts["outputs"].values(), strict=True)):
+            socket.tooltip = socket.tooltip or text.get("tooltip")
+            if text.get("name", socket.id) != socket.id:
+                socket.display_name = text["name"]
+        shown = {"display_name": title, "description": texts["description"], "hidden": [io.Hidden.unique_id]}
+        return io.Schema(**{"node_id": node_id, "inputs": made, "outputs": outputs, **shown, **of})
 
     return classmethod(define_schema)
 

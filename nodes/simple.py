@@ -68,74 +68,31 @@ def expert_of(info: CheckpointInfo) -> str:
     return named if variant and variant.boundary else ""
 
 
-def _listed(id: str, names: list[str], tooltip: str) -> io.Input:
+def _listed(id: str, names: list[str]) -> io.Input:
     names = names or [""]
-    return io.Combo.Input(id, options=names, default=names[0], extra_dict=COMES_AND_GOES, tooltip=tooltip)
+    return io.Combo.Input(id, options=names, default=names[0], extra_dict=COMES_AND_GOES)
 
 
 def _inputs() -> list[io.Input]:
     """Made anew each time: the lists show what is there now."""
-    found = "from its loaders. Needed only where {0} is not found among ComfyUI's files; the node says so."
     return [
-        _listed(
-            "model",
-            folders.list_models(),
-            "The model to train: a file in models/diffusion_models or models/checkpoints, or a folder in "
-            "models/diffusers. A file in 8 bits trains as well as one in 16.",
-        ),
-        _listed(
-            "images",
-            folders.list_input_folders(),
-            "A folder in ComfyUI's input folder with 10 to 50 images, or clips for a video model. A caption is a .txt "
-            "file of the same name. Press R after you have made the folder.",
-        ),
-        io.String.Input(
-            "trigger_word",
-            default="",
-            placeholder="ohwx",
-            tooltip="A word that calls what is trained in prompts. It is the caption of what has none, and stands in "
-            "front of captions that lack it.",
-        ),
-        io.Combo.Input(
-            "quality",
-            options=list(QUALITIES),
-            default="normal",
-            tooltip="How long it trains. Steps, resolution, rank and learning rate follow; the node shows them.",
-        ),
-        io.String.Input(
-            "name",
-            default="",
-            optional=True,
-            advanced=True,
-            tooltip="Name of the LoRA and of its run in output/devicebridge. Empty takes the trigger word, or the "
-            "folder's name.",
-        ),
-        io.Clip.Input(
-            "stock_clip",
-            display_name="stock CLIP",
-            optional=True,
-            tooltip=f"ComfyUI's CLIP, {found.format('the text encoder')}",
-        ),
-        io.Vae.Input(
-            "stock_vae", display_name="stock VAE", optional=True, tooltip=f"ComfyUI's VAE, {found.format('the VAE')}"
-        ),
+        _listed("model", folders.list_models()),
+        _listed("images", folders.list_input_folders()),
+        io.String.Input("trigger_word", default="", placeholder="ohwx"),
+        io.Combo.Input("quality", options=list(QUALITIES), default="normal"),
+        io.String.Input("name", default="", optional=True, advanced=True),
+        io.Clip.Input("stock_clip", optional=True),
+        io.Vae.Input("stock_vae", optional=True),
     ]
 
 
 class TrainLoraSimple(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeTrainLoraSimple",
-        display_name="Train LoRA (simple)",
-        description="Trains a LoRA of a model file, a folder of images or clips, and one word, over all GPUs. Text "
-        "encoder and VAE, steps, resolution and how the cards share the work are decided, and shown on the node. "
-        "Cancel saves everything; Run again goes on.",
         search_aliases=["lora trainer", "easy training", "finetune", "multi gpu training", "dreambooth"],
         is_output_node=True,
         inputs=_inputs,
-        outputs=[
-            io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Load LoRA Model."),
-            io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
-        ],
+        outputs=[io.LoraModel.Output("lora"), io.String.Output("lora_path")],
         hidden=[io.Hidden.unique_id, io.Hidden.prompt],
     )
 

@@ -30,14 +30,12 @@ _KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "
 
 class Socket:
     """A node's input for one setting ("section.key").
-    note: what only this node has to say. text: in place of the setting's own text. read: makes the setting's value,
+    note: what only this node has to say; None where all of it is the node's own text. read: makes the setting's value,
     where the rules below do not. released: options that differ from what the setting says."""
 
-    def __init__(
-        self, id: str, path: str, note: str = "", read: _Read | None = None, text: str = "", **released: Any
-    ) -> None:
+    def __init__(self, id: str, path: str, note: str | None = "", read: _Read | None = None, **released: Any) -> None:
         self.id, self.key = id, job_keys()[path]
-        self._note, self._read, self._text = note, read, text
+        self._note, self._read = note, read
         self._kind, self._options = _options_of(self.key)
         self._options |= released
         if "options" in released:
@@ -47,8 +45,9 @@ class Socket:
         """ids: of the node's sockets by their settings' keys, which its texts may name."""
         default = self._options["default"]
         words = str(default) if str(default).startswith("[") else _EMPTY_WORDS.get(default, "")
-        text = self._text or _KEY.sub(lambda found: ids.get(found[0], found[0]), self.key.text_where(words))
-        return self._kind.Input(self.id, tooltip=f"{text} {self._note}".strip(), **self._options)
+        text = _KEY.sub(lambda found: ids.get(found[0], found[0]), self.key.text_where(words))
+        tooltip = None if self._note is None else f"{text} {self._note}".strip()
+        return self._kind.Input(self.id, tooltip=tooltip, **self._options)
 
     def read(self, given: Mapping[str, Any]) -> Any:
         """The setting's value; a workflow from before the socket has the default. Raises: as read_list."""

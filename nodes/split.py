@@ -13,7 +13,7 @@ from .allocation import read_allocation
 from .choices import COMES_AND_GOES, device_options, lists_pass, read_devices
 from .host import folders, io
 from .saying import said_on_node, schema
-from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
+from .sockets import AUTO, LATER, Socket, read_auto, read_list
 
 if TYPE_CHECKING:
     from .host.split.plan import SplitRequest
@@ -22,83 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 _BALANCES = ("memory", "time", "manual")
+_WEIGHTS = ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"]
 _FIXED = (
-    io.Combo.Input(
-        "balance",
-        options=list(_BALANCES),
-        default=_BALANCES[0],
-        extra_dict=COMES_AND_GOES,
-        tooltip="How the blocks are shared out: by memory, in proportion to what each GPU has; by equal computing "
-        "time, best with CFG or batches on equal GPUs; or cut where split_at says. A text linked here may be an "
-        "allocation of ComfyUI-MultiGPU, such as cuda:0,10gb;cuda:1,*.",
-    ),
+    io.Combo.Input("balance", options=list(_BALANCES), default=_BALANCES[0], extra_dict=COMES_AND_GOES),
     Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
-    io.String.Input(
-        "memory_limit_gb",
-        default="",
-        placeholder="20, 14",
-        advanced=True,
-        tooltip="Memory the weights may take on each GPU, in decimal GB, such as 20, 14. Empty leaves it to "
-        "ComfyUI. Set it when another program needs some of a GPU.",
-    ),
-    io.Combo.Input(
-        "transport",
-        options=["auto", "stream", "relay"],
-        default="auto",
-        advanced=True,
-        tooltip="How activations travel. stream: once per GPU border, for models that are known. relay: to the "
-        "first GPU after every block of another GPU, right for every model. auto chooses.",
-    ),
-    io.Boolean.Input(
-        "overlap",
-        default=True,
-        advanced=True,
-        tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
-        "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
-        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU. With way tokens each GPU "
-        "computes a whole one of them. Way tensor ignores it.",
-    ),
-    io.Boolean.Input(
-        "offload",
-        default=True,
-        advanced=True,
-        tooltip="Weights beyond a GPU's limit stay in host memory and are streamed at every step. Off refuses a "
-        "model that does not fit.",
-    ),
-    io.Boolean.Input(
-        "verify",
-        default=False,
-        **LATER,
-        tooltip="Compute the first step of every run twice, the second time in the plainest form of the same way, and "
-        "stop with what differs. For the first run of a new graph; costs one slow step.",
-    ),
-    io.Combo.Input(
-        "way",
-        options=["auto", "blocks", "tokens", "tensor"],
-        default="auto",
-        optional=True,
-        tooltip="blocks: every GPU computes its own blocks, one GPU after the other. tokens: every GPU has the whole "
-        "model and computes a part of each picture or clip, over any link, with the sums of one GPU. tensor: all GPUs "
-        "compute each block with a part of its weights, faster where they are linked fast (NVLink, PCIe with peer "
-        "access). auto takes the one that is forecast to be the fastest.",
-    ),
-    io.String.Input(
-        "shares",
-        default="",
-        placeholder="3:5",
-        **LATER,
-        tooltip="With way tokens: how much of each picture each GPU computes, such as 3:5 for a second GPU that is "
-        "faster. Empty gives equal shares to GPUs of one kind, and others shares by their measured speed.",
-    ),
-    io.Combo.Input(
-        "exchange",
-        options=["full", "8-bit"],
-        default="full",
-        **LATER,
-        tooltip="How GPUs send each other keys and values (way tokens) or partial sums (way tensor). full: as they "
-        "are. 8-bit: half as much travels over slow links, and pictures change slightly: less than by 8-bit weights "
-        "with way tokens, about as much with way tensor. Way blocks ignores it.",
-    ),
+    io.String.Input("memory_limit_gb", default="", placeholder="20, 14", advanced=True),
+    io.Combo.Input("transport", options=["auto", "stream", "relay"], default="auto", advanced=True),
+    io.Boolean.Input("overlap", default=True, advanced=True),
+    io.Boolean.Input("offload", default=True, advanced=True),
+    io.Boolean.Input("verify", default=False, **LATER),
+    io.Combo.Input("way", options=["auto", "blocks", "tokens", "tensor"], default="auto", optional=True),
+    io.String.Input("shares", default="", placeholder="3:5", **LATER),
+    io.Combo.Input("exchange", options=["full", "8-bit"], default="full", **LATER),
 )
 
 
@@ -131,17 +66,10 @@ class _SplitNode(io.ComfyNode):
 class SplitModel(_SplitNode):
     define_schema = schema(
         node_id="DeviceBridgeSplitModel",
-        display_name="Split Model Across GPUs",
         category="advanced/multigpu",
-        description="Puts some of a model's layers on each GPU and hands activations from one to the next, so "
-        "that a model too large for one GPU runs without streaming weights. The result is an ordinary MODEL: "
-        "samplers, LoRA loaders and ControlNet stay as they are. Put it directly after the loader.",
         search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "layer split"],
-        inputs=lambda: [
-            io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
-            *make_inputs(_inputs()),
-        ],
-        outputs=[io.Model.Output("split", display_name="model", tooltip="The same model over several GPUs.")],
+        inputs=lambda: [io.Model.Input("model"), *_inputs()],
+        outputs=[io.Model.Output("split")],
     )
 
     @classmethod
@@ -158,28 +86,14 @@ class SplitModel(_SplitNode):
 class LoadDiffusionModelSplit(_SplitNode):
     define_schema = schema(
         node_id="DeviceBridgeLoadDiffusionModelSplit",
-        display_name="Load Diffusion Model Across GPUs",
         category="advanced/multigpu",
-        description="Loads a diffusion model so that each GPU holds some of its layers; no GPU ever holds the "
-        "whole model. The result is an ordinary MODEL.",
         search_aliases=["multi gpu", "multigpu", "two gpus", "tensor parallel", "distorch2", "unet loader"],
         inputs=lambda: [
-            io.Combo.Input(
-                "unet_name",
-                options=folders.list_checkpoints(),
-                tooltip="A diffusion model file in models/diffusion_models.",
-            ),
-            io.Combo.Input(
-                "weight_dtype",
-                options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
-                default="default",
-                advanced=True,
-                tooltip="Number type of the weights. default keeps what the file holds; the fp8 types halve the "
-                "memory of a 16-bit file at a small loss.",
-            ),
-            *make_inputs(_inputs()),
+            io.Combo.Input("unet_name", options=folders.list_checkpoints()),
+            io.Combo.Input("weight_dtype", options=_WEIGHTS, default=_WEIGHTS[0], advanced=True),
+            *_inputs(),
         ],
-        outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
+        outputs=[io.Model.Output("model")],
     )
 
     @classmethod

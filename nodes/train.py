@@ -17,7 +17,7 @@ from .captions import DEFAULT_FOLDER, encode_texts
 from .host import folders, io
 from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
 from .saying import said_on_node, training_schema
-from .sockets import LATER, Socket, make_inputs, read_lines, read_number_or_name, read_sections
+from .sockets import LATER, Socket, read_lines, read_number_or_name, read_sections
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -27,16 +27,15 @@ if TYPE_CHECKING:
     from ..jobs.resume import NextRun
 
 _log = logging.getLogger(__name__)
-_TITLE = "Train LoRA Across GPUs"
-
 _MOST_STEPS = 1_000_000
+_OPTIMIZERS = ["adamw", "adamw8bit", "prodigy", "adafactor", "came"]
 _RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder. A further run gets a number: <name>_2."
 
 
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.
 _INPUTS = (
-    ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
-    DatasetSocket.Input("dataset", tooltip="The images; encoded first if they are not yet."),
+    ModelSocket.Input("model"),
+    DatasetSocket.Input("dataset"),
     Socket("name", "output.name", _RUN_FOLDER, read=plain_name, default="my_lora"),
     Socket("steps", "train.steps", default=1000, max=_MOST_STEPS),
     Socket("learning_rate", "optimizer.learning_rate", min=1e-8, step=1e-6, round=1e-9, advanced=True),
@@ -47,23 +46,9 @@ _INPUTS = (
     Socket("accumulation", "train.gradient_accumulation_steps", default=4, advanced=True),
     # the interface changes one called seed after every run: no run would resume
     Socket("random_seed", "train.seed", advanced=True),
-    io.Boolean.Input(
-        "resume",
-        default=False,
-        tooltip="Continue from the newest checkpoint of the run folder, exactly as if it had not stopped. Turn it on "
-        "after Cancel or a crash; the other settings must be as they were. Off, a finished run with these settings "
-        "gives its LoRA at once, and other settings start a new run beside it (my_lora_2).",
-    ),
+    io.Boolean.Input("resume", default=False),
     Socket("gradient_checkpointing", "train.gradient_checkpointing", advanced=True),
-    Socket(
-        "optimizer",
-        "optimizer.name",
-        text="adamw, or adamw8bit, which keeps its state in 8 bits. The state of a LoRA is small, so this seldom "
-        "matters. prodigy finds the learning rate by itself (needs the package prodigyopt), adafactor and came (needs "
-        "pytorch-optimizer) keep a small state.",
-        options=["adamw", "adamw8bit", "prodigy", "adafactor", "came"],
-        advanced=True,
-    ),
+    Socket("optimizer", "optimizer.name", None, options=_OPTIMIZERS, advanced=True),
     Socket("weight_decay", "optimizer.weight_decay", max=1.0, step=0.001, round=1e-6, advanced=True),
     Socket("schedule", "schedule.name", advanced=True),
     Socket("warmup_steps", "schedule.warmup_steps", max=_MOST_STEPS, advanced=True),
@@ -90,14 +75,7 @@ _INPUTS = (
     Socket("compile_blocks", "train.compile", **LATER),
     Socket("offload_activations", "train.offload_activations", **LATER),
     Socket("cuda_graphs", "train.cuda_graphs", **LATER),
-    io.Boolean.Input(
-        "background",
-        default=False,
-        **LATER,
-        tooltip="Train in a process of its own: this node is done at once, ComfyUI's queue stays free for other cards, "
-        "and the training goes on if ComfyUI ends. Watch, stop and resume it in the sidebar's tab DeviceBridge. The "
-        "outputs stay empty.",
-    ),
+    io.Boolean.Input("background", default=False, **LATER),
     Socket(
         "sample_prompts",
         "samples.prompts",
@@ -122,36 +100,15 @@ _INPUTS = (
     ),
     Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, **LATER),
     Socket("kahan", "optimizer.kahan", **LATER),
-    Socket(
-        "processes",
-        "parallel.processes",
-        text="Processes that train together; the devices are dealt out to them evenly. 1 trains in one process.",
-        max=64,
-        **LATER,
-    ),
-    Socket(
-        "strategy",
-        "parallel.strategy",
-        text="How the GPUs share a step. auto takes the fastest of none, pipeline, data and tokens. Pipeline and data "
-        "gain with accumulation above 1. tokens is for long clips: each GPU holds the whole model and computes a part "
-        "of every sample. fsdp and hsdp are for several processes. All need two or more GPUs of one kind.",
-        **LATER,
-    ),
+    Socket("processes", "parallel.processes", None, max=64, **LATER),
+    Socket("strategy", "parallel.strategy", None, **LATER),
     Socket("text_encoder", "lora.text_encoder", **LATER),
     Socket("text_encoder_rank", "lora.text_encoder_rank", **LATER),
     Socket("text_encoder_learning_rate", "optimizer.text_encoder_learning_rate", step=1e-6, round=1e-9, **LATER),
     Socket("expert", "objective.expert", **LATER),
     Socket("sample_steps", "samples.steps", **LATER),
     Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, **LATER),
-    io.Boolean.Input(
-        "continue_changed",
-        display_name="continue with these settings",
-        default=False,
-        **LATER,
-        tooltip="Go on with the newest run of this name with what the node has now: more steps, another learning rate "
-        "or schedule, more or other images and captions, other GPUs. Weights, optimizer and step are kept, and the "
-        "node says what changes. The model, rank, alpha and targets must stay.",
-    ),
+    io.Boolean.Input("continue_changed", default=False, **LATER),
     *(Socket(f"sample_{name}", f"samples.{name}", **LATER) for name in ("width", "height", "seed")),
 )
 
@@ -159,17 +116,15 @@ _INPUTS = (
 class TrainLora(io.ComfyNode):
     define_schema = training_schema(
         node_id="DeviceBridgeTrainLora",
-        display_name=_TITLE,
-        description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything and "
-        "can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output folder.",
         search_aliases=["lora trainer", "multi gpu training", "finetune", "dreambooth", "lokr", "dora"],
         is_output_node=True,
-        inputs=lambda: make_inputs(_INPUTS, _TITLE),
+        inputs=_INPUTS,
+        is_named=True,
         outputs=[
-            io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Save LoRA Weights or Load LoRA Model."),
-            io.LossMap.Output("loss_map", tooltip="The loss of every step, for Plot Loss Graph."),
-            io.Int.Output("steps_done", display_name="steps", tooltip="Optimizer steps done, resumed ones included."),
-            io.String.Output("lora_path", tooltip="Full path of the LoRA file."),
+            io.LoraModel.Output("lora"),
+            io.LossMap.Output("loss_map"),
+            io.Int.Output("steps_done"),
+            io.String.Output("lora_path"),
         ],
     )
 

@@ -47,8 +47,14 @@ class FakeHost:
         allow_folders(self.root / "user", *folders)
 
 
+def _option(name: str) -> property:
+    return property(lambda self: self.options.get(name), lambda self, value: self.options.update({name: value}))
+
+
 def _socket_type(io_type: str) -> type:
     class Input:
+        tooltip, display_name = _option("tooltip"), _option("display_name")
+
         def __init__(self, id: str, *positional: Any, **options: Any) -> None:
             unknown = set(options) - _INPUT_OPTIONS.get(io_type, _COMMON)
             assert not unknown, f"{io_type} input {id} has unknown options {unknown}"

@@ -32,7 +32,6 @@ from devicebridge.patches import ring_lse
 from devicebridge.planning import plan as plan_view
 from devicebridge.planning.dry_run import NoForecast
 from devicebridge.runs.record import KeptJobs
-from devicebridge.system.progress import describe_duration
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
@@ -57,16 +56,11 @@ STUB_LACKS = {
 
 
 def _schemas(nodes: ModuleType) -> dict[str, Any]:
-    schemas = [node.define_schema() for node in nodes.NODES]
-    return {schema.node_id: schema for schema in schemas}
+    return {schema.node_id: schema for schema in (node.define_schema() for node in nodes.NODES)}
 
 
 def _defaults(schema: Any) -> dict[str, Any]:
     return {entry.id: entry.options["default"] for entry in schema.inputs if "default" in entry.options}
-
-
-def _node(nodes: ModuleType, node_id: str) -> Any:
-    return next(node for node in nodes.NODES if node.define_schema().node_id == node_id)
 
 
 def test_the_extension_lists_the_nodes(nodes: ModuleType) -> None:
@@ -87,18 +81,6 @@ def test_a_node_whose_part_of_comfyui_has_changed_says_so_when_it_is_run(nodes: 
     ):
         found["DeviceBridgeSplitModel"].execute(model=object(), devices="auto")
     assert found["DeviceBridgeRingLseFix"].execute(enabled=False).args == (None, "Off")
-
-
-def test_every_node_is_there_where_comfyui_cannot_be_asked(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Finder:
-        @staticmethod
-        def find_spec(*args: Any) -> Any:
-            raise RuntimeError("a finder of another pack")
-
-    monkeypatch.delitem(sys.modules, "comfyui_version", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Finder()])
-    found = asyncio.run(nodes.make_extension().get_node_list())
-    assert [node.define_schema().node_id for node in found] == NODE_IDS
 
 
 def test_node_ids_are_literals_for_the_registrys_scanner() -> None:
@@ -291,7 +273,7 @@ def model(nodes: ModuleType, tmp_path: Path) -> Any:
 
 
 def _quantized(nodes: ModuleType, model: Any, quantize: str, **settings: Any) -> tuple[Any, str]:
-    return _node(nodes, "DeviceBridgeQuantize").execute(model=model, quantize=quantize, **settings).args
+    return nodes.Quantize.execute(model=model, quantize=quantize, **settings).args
 
 
 def test_the_schemes_released_first_mean_the_same(nodes: ModuleType, model: Any) -> None:
@@ -308,12 +290,12 @@ def test_the_report_is_shown_and_handed_on(nodes, host, model, scheme):
     assert report == preview_model(found.model, model.split.devices).table()
     (text,) = host.texts
     assert text.startswith(f"{report}\nWarning: ") and report.startswith(scheme) and "a size of its own" in text
-    output = _node(nodes, "DeviceBridgeQuantize").execute(model=model, quantize=scheme)
+    output = nodes.Quantize.execute(model=model, quantize=scheme)
     assert output.ui.keys() == {"text"}, "a picture of the text would push the node over its neighbours"
 
 
 def test_the_sockets_of_the_quantize_node_reach_their_settings(nodes, host, model):
-    defaults = _defaults(_node(nodes, "DeviceBridgeQuantize").define_schema())
+    defaults = _defaults(nodes.Quantize.define_schema())
     found = _quantized(nodes, model, **{**defaults, "quantize": "int8-compute"})[0].model
     assert (found.quantize, found.rotation, found.quantized_cache) == ("int8-compute", 64, "")
     found = _quantized(nodes, model, quantize="int8-compute", rotation="16", cache=True)[0].model
@@ -341,7 +323,7 @@ def _make_images(folder: Path, count: int = 2) -> Path:
 
 
 def _dataset(nodes: ModuleType, **changes: Any) -> Any:
-    node = _node(nodes, "DeviceBridgeTrainingDataset")
+    node = nodes.TrainingDatasetNode
     settings = {**_defaults(node.define_schema()), "folder": "dogs", "resolutions": "64", **changes}
     return node.execute(**settings).args[0]
 
@@ -364,7 +346,7 @@ def test_a_dataset_with_references_names_their_folders_and_runs_again_when_they_
     data = _dataset(nodes, condition="kontext", references="before\n").data
     assert data.condition == "kontext" and data.folders[0].references == (str(before),)
     assert _dataset(nodes).data.condition == "" and not _dataset(nodes).data.folders[0].references
-    look = _node(nodes, "DeviceBridgeTrainingDataset").fingerprint_inputs
+    look = nodes.TrainingDatasetNode.fingerprint_inputs
     states = [look(folder="dogs", evaluation_folder="", references="before")]
     (before / "1.png").unlink()
     assert look(folder="dogs", evaluation_folder="", references="before") not in states
@@ -385,7 +367,7 @@ def test_an_evaluation_folder_that_would_lack_references_is_refused_with_what_ca
     beside = _make_images(host.root / "input/held_out_before", 2)
     dataset = _dataset(nodes, **asked, evaluation_references="held_out_before")
     assert dataset.evaluation.references == (str(beside),) and "2 for evaluation" in host.texts[-1]
-    look = _node(nodes, "DeviceBridgeTrainingDataset").fingerprint_inputs
+    look = nodes.TrainingDatasetNode.fingerprint_inputs
     named = {"folder": "dogs", "evaluation_folder": "held_out", "evaluation_references": "held_out_before"}
     state = look(**named)
     (beside / "1.png").unlink()
@@ -474,7 +456,7 @@ def sockets(nodes: ModuleType, host: comfy_stub.FakeHost) -> dict[str, Any]:
     _make_images(host.root / "input/dogs")
     (toy := host.root / "models" / "toy").mkdir(parents=True)
     model = nodes.load.TrainingModel(ModelConfig(path=str(toy)), SplitConfig(devices=("cpu",)))
-    settings = _defaults(_node(nodes, "DeviceBridgeTrainLora").define_schema())
+    settings = _defaults(nodes.TrainLora.define_schema())
     return {"model": model, "dataset": _dataset(nodes), **settings}
 
 
@@ -562,7 +544,7 @@ def test_lokr_and_its_factor_and_kahan_reach_the_job(nodes: ModuleType, sockets:
 
 
 def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> None:
-    ids = {entry.id for entry in _node(nodes, "DeviceBridgeTrainLora").define_schema().inputs}
+    ids = {entry.id for entry in nodes.TrainLora.define_schema().inputs}
     assert ids - {"model", "dataset", "resume", "background", "continue_changed", "lokr_factor", "kahan", *OF_TEXT} == {
         socket for socket, *_ in CHANGES
     }
@@ -636,7 +618,7 @@ def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.M
 
 def test_training_returns_what_the_cores_nodes_take(nodes, host, sockets, training):
     with torch.inference_mode():  # as the host runs every node
-        output = _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "resume": True})
+        output = nodes.TrainLora.execute(**{**sockets, "resume": True})
     lora, losses, steps, path = output.args
     assert list(lora) == ["a"] and losses == {"loss": [0.5, 0.25, 0.5 / 3]} and steps == 3
     assert path == str(host.root / "output/devicebridge/my_lora/my_lora.safetensors")
@@ -649,7 +631,7 @@ def test_training_returns_what_the_cores_nodes_take(nodes, host, sockets, traini
     assert call["host"] == ["unload", "empty cache"], "the host's models leave before ours come"
     assert host.progress == [(0, 1), (1, 3), (2, 3), (3, 3)]
     assert host.texts[1] == "Training"
-    _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "continue_changed": True})
+    nodes.TrainLora.execute(**{**sockets, "continue_changed": True})
     assert training.calls[-1]["resume"] == "continue"
     assert "Step 3/3: loss 0.16667, 2.00 s/step, about 0 s left" in host.texts
 
@@ -662,12 +644,12 @@ def test_a_training_that_would_write_over_a_link_is_refused_before_it_begins(
     folder.mkdir(parents=True)
     (folder / "samples").symlink_to(outside)
     with pytest.raises(ValueError, match="leads out of ComfyUI's output folder"):
-        _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "background": background})
+        nodes.TrainLora.execute(**{**sockets, "background": background})
     assert training.calls == [] and not outside.exists()
 
 
 def test_the_job_of_a_run_is_kept_where_no_request_writes(nodes, host, sockets, training):
-    _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
+    nodes.TrainLora.execute(**sockets)
     kept = KeptJobs(host.root / "user" / "__devicebridge" / "jobs")
     assert kept.find(host.root / "output" / "devicebridge" / "my_lora") == _job(nodes, sockets)
 
@@ -679,13 +661,13 @@ def test_several_processes_train_in_place_of_this_one(nodes, host, sockets, trai
     monkeypatch.setattr(in_processes, "run_in_processes", run)
     monkeypatch.setattr(nodes.train, "own_command", lambda: [])
     monkeypatch.setattr("devicebridge.jobs.job.run_job", None)
-    output = _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "processes": 2})
+    output = nodes.TrainLora.execute(**{**sockets, "processes": 2})
     (call,) = training.calls
     assert call["job"].parallel.processes == 2 and call["host"] == ["unload", "empty cache"] and output.args[2] == 3
 
 
 def test_events_go_to_the_browser(nodes, host, sockets, training):
-    _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
+    nodes.TrainLora.execute(**sockets)
     kinds, data = zip(*host.messages, strict=True)
     assert set(kinds) == {"devicebridge.event"}
     values = {"loss": 0.5, "learning_rate": 1e-4, "elapsed_s": 2.0}
@@ -697,14 +679,14 @@ def test_cancel_ends_the_job_in_order_and_then_the_prompt(nodes, host, sockets, 
     """The host's progress bar raises on Cancel; were that to pass, a step would end half-way and nothing be saved."""
     training.cancel_at = 2
     with pytest.raises(comfy_stub.InterruptProcessingException):
-        _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "resume": resume})
+        nodes.TrainLora.execute(**{**sockets, "resume": resume})
     assert host.texts[-1] == f"Cancelled after 2 steps; everything is saved. {hint} again to continue."
     assert host.is_interrupted is False, "the request is answered and must not stop the next prompt"
 
 
 def test_cancel_in_the_last_step_keeps_the_result(nodes, host, sockets, training):
     training.cancel_at = 3
-    output = _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
+    output = nodes.TrainLora.execute(**sockets)
     assert output.args[2] == 3
     assert host.is_interrupted is True, "the host still has to stop before the next node"
 
@@ -747,7 +729,7 @@ def test_the_plan_node_shows_the_plan_of_the_job(nodes, host, sockets, monkeypat
     monkeypatch.setattr(plan_view, "describe_plan", lambda plan, steps: f"the plan of {steps} steps")
     monkeypatch.setattr(plan_view, "describe_verdict", lambda plan, steps: ["fits", f"{steps} steps take an hour"])
     monkeypatch.setattr(plan_view, "draw_plan", lambda plan: Image.new("RGB", (8, 4)))
-    node = _node(nodes, "DeviceBridgePlanTraining")
+    node = nodes.PlanTraining
     settings = {**_defaults(node.define_schema()), "rank": 32, "batch_size": 2, "optimizer": "adamw8bit"}
     settings |= {"training_dtype": "bfloat16", "offload_activations": "on", "targets": "*.to_q\n*.to_k", "dora": True}
     settings |= {"steps": 7, "ema_decay": 0.9, "kahan": True}
@@ -779,7 +761,7 @@ def test_the_cache_node_hands_its_settings_on(nodes, host, sockets, monkeypatch)
     seen = []
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: seen.append(job) or job)
     monkeypatch.setattr(encode_job, "cache_job", lambda plan, events, stop, encoders: (_Samples(), None))
-    node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    node = nodes.CacheCaptionsAndLatents
     settings = {**_defaults(node.define_schema()), "vae": "ae.safetensors", "vae_device": "cpu"}
     settings |= {"text_quantize": "int8", "text_device": " stream:cuda:1 ", "text_window_gb": 6.5}
     dataset = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings).args[0]
@@ -803,7 +785,7 @@ def test_cancel_while_caching_ends_the_prompt(nodes, host, sockets, monkeypatch)
 
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
     monkeypatch.setattr(encode_job, "cache_job", stop)
-    node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    node = nodes.CacheCaptionsAndLatents
     with pytest.raises(comfy_stub.InterruptProcessingException):
         node.execute(model=sockets["model"], dataset=sockets["dataset"], **_defaults(node.define_schema()))
     assert "kept" in host.texts[-1]
@@ -836,7 +818,7 @@ def test_stock_encoders_take_the_place_of_the_models_own(nodes, host, sockets, m
     monkeypatch.setattr(nodes.captions, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
     monkeypatch.setattr(encode_job, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
-    node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    node = nodes.CacheCaptionsAndLatents
     settings = {**_defaults(node.define_schema()), "vae": "gone.safetensors", "text_quantize": "int8"}
     links = {"model": sockets["model"], "dataset": sockets["dataset"]}
     dataset = node.execute(**links, **settings, stock_clip=(stock := _Link("a")), stock_vae="b").args[0]
@@ -923,7 +905,7 @@ class _Encoding:
             "model": dataclasses.replace(sockets["model"], model=model),
             "dataset": dataclasses.replace(sockets["dataset"], find_clip=self.find_clip),
         }
-        return _node(nodes, "DeviceBridgeTrainLora").execute(**{**given, "sample_prompts": "a cat"})
+        return nodes.TrainLora.execute(**{**given, "sample_prompts": "a cat"})
 
 
 @pytest.mark.parametrize("refused", ["cards", "check"])
@@ -964,7 +946,7 @@ def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
 def test_lists_become_a_dataset_that_only_the_training_node_takes(nodes, host, sockets):
     latents = [{"samples": torch.randn(1, 16, 2, 2)}, {"samples": torch.randn(2, 16, 2, 2)}]
     item = [torch.ones(1, 3, 8), {"pooled_output": None}]
-    node = _node(nodes, "DeviceBridgeDatasetFromLatents")
+    node = nodes.DatasetFromLatents
     assert node.define_schema().is_input_list
     lists = {"latents": latents, "conditioning": [[item], [item, item]], "cache_folder": ["mine"]}
     dataset = node.execute(**lists).args[0]
@@ -972,10 +954,10 @@ def test_lists_become_a_dataset_that_only_the_training_node_takes(nodes, host, s
     assert path.parent == host.root / "output" / "mine" / "datasets" and len(load_encoded(path)) == 3
     assert host.progress[-1] == (3, 3) and host.texts[-1].startswith("3 samples are kept")
     assert _job(nodes, {**sockets, "dataset": dataset}).data.encoded == str(path)
-    cache = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    cache = nodes.CacheCaptionsAndLatents
     with pytest.raises(ValueError, match="arrived encoded; connect it to the training node"):
         cache.execute(model=sockets["model"], dataset=dataset, **_defaults(cache.define_schema()))
-    folder = _node(nodes, "DeviceBridgeTrainingDataset")
+    folder = nodes.TrainingDatasetNode
     with pytest.raises(ValueError, match="previous is a dataset that arrived encoded"):
         folder.execute(**{**_defaults(folder.define_schema()), "folder": str(host.root)}, previous=dataset)
     host.is_interrupted = True
@@ -988,17 +970,10 @@ def test_the_fix_is_applied_and_taken_away(nodes: ModuleType, monkeypatch: pytes
     applied = [False]
     monkeypatch.setattr(ring_lse, "apply_ring_lse_fix", lambda: applied.append(True) or "Active: because")
     monkeypatch.setattr(ring_lse, "remove_ring_lse_fix", lambda: applied.pop())
-    node = _node(nodes, "DeviceBridgeRingLseFix")
+    node = nodes.RingLseFix
     assert node.execute(enabled=False).args == (None, "Off")
     assert node.execute(enabled=True, anything="x").args == ("x", "Active: because")
     assert node.execute(enabled=False).args[1] == "Taken away"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (11100, "3 h 05 min")]
-)
-def test_durations_read_well(nodes: ModuleType, seconds: float, text: str) -> None:
-    assert describe_duration(seconds) == text
 
 
 def test_a_field_of_several_lines_has_its_name_in_it(nodes: ModuleType) -> None:
@@ -1014,7 +989,7 @@ def test_defaults_of_nodes_and_templates_keep_both_cards_busy_and_save(nodes: Mo
         "DeviceBridgeQuantize": {"quantize": "auto"},
     }
     for name, values in wanted.items():
-        assert values.items() <= _defaults(_node(nodes, name).define_schema()).items()
+        assert values.items() <= _defaults(_schemas(nodes)[name]).items()
     for path in (ROOT / "example_workflows").glob("*.json"):
         for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
             assert wanted.get(node["type"], {}).items() <= node["widgets_values_named"].items(), path.stem

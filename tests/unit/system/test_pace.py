@@ -42,4 +42,4 @@ def test_the_first_count_is_never_work(found):
 def test_words():
     assert describe_progress(1, 2, "images", 12.345) == "images 1/2, 12.3 images/s"
     assert describe_progress(1, 2, "captions", 1 / 15) == "captions 1/2, 0.067 captions/s"
-    assert [describe_duration(s) for s in (44.6, 720, 11_100)] == ["45 s", "12 min", "3 h 05 min"]
+    assert [describe_duration(s) for s in (44.6, 89, 90, 11_100)] == ["45 s", "89 s", "2 min", "3 h 05 min"]
