@@ -1,7 +1,5 @@
-"""A dataset folder as its captions are looked after: what has one, how it is cut, and writing one.
-
-A broken file is said beside it. Links are left out, so that nothing is read or written elsewhere through one.
-"""
+"""A dataset folder as its captions are looked after: what has one, how it is cut, and writing one. Links are left
+out."""
 
 from __future__ import annotations
 
@@ -49,8 +47,7 @@ class Captioned:
 
 
 def media_files(config: DataConfig) -> list[Path]:
-    """The images and clips of the config's first folder, or of its sub-folders in place of it, by name; no links.
-    Raises: ValueError for a folder without any, or with far more than a dataset."""
+    """Images and clips of the config's first folder, or its sub-folders, by name; no links. Raises: as list_files."""
     parts = [each for each in concepts(config.folders[0], go_on) if not Path(each.path).is_symlink()]
     found = [path for each in parts for path, _ in list_files(each, False, ANY_MODEL, go_on)]
     return [path for path in found if not path.is_symlink()][:MOST_FILES]
@@ -72,8 +69,8 @@ def media_file(folder: Path, name: str) -> Path | None:
 
 
 def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator[Captioned]:
-    """Images and clips of the config's first folder, those without a caption first. paths: left out, all. Raises:
-    ValueError as media_files; for a folder of folders; for a resolution below a bucket's smallest side."""
+    """Images and clips of the config's first folder (paths, or all), those without a caption first. Raises: ValueError
+    as media_files; for a folder of folders; for a resolution below a bucket's smallest side."""
     folder = config.folders[0]
     step = bucket_step(config, ANY_MODEL)
     sizes = [make_buckets(each, step, config.max_aspect_ratio) for each in folder.resolutions or config.resolutions]
@@ -92,8 +89,7 @@ def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator
 
 
 def without_caption(config: DataConfig) -> list[Path]:
-    """The images and clips of the config's first folder whose caption is empty or not there; of those that share a
-    caption file, the first."""
+    """Those whose caption is empty or not there; of those that share a caption file, the first."""
     missing: dict[Path, Path] = {}
     paths = media_files(config)
     tables, fault = json_captions(Path(config.folders[0].path), paths)
@@ -111,8 +107,8 @@ class CaptionChanged(ValueError):
 
 
 def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
-    """Put a caption beside an image or clip, in place of one that `was` there; None stands for no caption file. Raises:
-    CaptionChanged; ValueError for a text that is no caption, or a place that is a link or no ordinary file; OSError."""
+    """Put a caption in place of one that `was` there, None for no file. Raises: CaptionChanged; ValueError for a text
+    that is no caption, or a place that is a link or no ordinary file; OSError."""
     if len(text) > MOST_CAPTION or "\0" in text:
         raise ValueError(f"a caption has up to {MOST_CAPTION} characters, and none of them is NUL")
     file, text = caption_file(path), text.strip()
@@ -126,8 +122,8 @@ def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
 
 
 def small_picture(path: Path, side: int) -> bytes:
-    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels. Raises:
-    ValueError if it cannot be read, or more than MOST_SHOWN pixels would be decoded."""
+    """An image, or a clip's first frame, as a JPEG of at most `side` pixels along. Raises: ValueError if it cannot be
+    read, or more than MOST_SHOWN pixels would be decoded."""
     return _drawn(str(path), path.stat().st_mtime_ns, side)
 
 
@@ -139,8 +135,7 @@ def _drawn(path: str, changed: int, side: int) -> bytes:
 
 
 def whole_picture(path: Path, side: int) -> torch.Tensor:
-    """An image, or the first frame of a clip, scaled down to so many pixels; float32 in 0..1. [1, H, W, 3] Raises:
-    ValueError if it cannot be read."""
+    """An image, or a clip's first frame, as first_picture; float32 in 0..1. [1, H, W, 3]"""
     picture = first_picture(path, side)
     return torch.from_numpy(np.asarray(picture).copy()).to(torch.float32).div_(255.0)[None]
 

@@ -1,12 +1,6 @@
-"""Captions of images, clips and sounds: the files that hold them, and the texts that are trained.
-
-Of cat.png that is cat.txt, else cat.caption or cat.caption.txt, else an entry of a JSON file: cat.json, or one file for
-a whole folder, as other trainers have it. A JSON file counts as one of captions if an entry names an image or clip that
-is there; what is wrong in it is then refused.
-
-Where tags are shuffled or dropped, a text of each of some draws is made ahead, because encoders run before a training.
-A draw is a hash of the caption and its number: other seeds, images and runs have the same texts, and encode none anew.
-"""
+"""Captions of cat.png: of cat.txt, cat.caption or cat.caption.txt, else an entry of cat.json or a file of the folder.
+A JSON file counts if an entry names an image or clip that is there; what is wrong in it is then refused. Variants with
+other tags are made ahead, by a hash of caption and number: all seeds, images and runs share their encodings."""
 
 from __future__ import annotations
 
@@ -55,8 +49,8 @@ def lyrics_file(path: Path) -> Path:
 
 
 def read_caption(path: Path) -> str | None:
-    """The caption without blanks around it; None if there is no such file. Raises: ValueError naming the file if it is
-    not UTF-8, no ordinary file, or too long for a caption."""
+    """The caption without blanks around it; None without the file. Raises: ValueError naming one that is not UTF-8, no
+    ordinary file, or too long."""
     try:
         return _read_text(path, _MOST_CAPTION_BYTES, "a caption").strip()
     except FileNotFoundError:
@@ -107,8 +101,8 @@ class Tables:
     strange: list[str] = field(default_factory=list)  # names of their entries that are no image or clip
 
     def of(self, path: Path) -> tuple[tuple[str, ...] | None, str]:
-        """The captions of an image or clip, and which kind of file, or which file of many, has them. Raises: ValueError
-        as read_caption."""
+        """The captions of an image or clip, and which kind of file, or which file of many, has them. Raises: as
+        read_caption."""
         file = caption_file(path)
         if (text := read_caption(file)) is not None:
             return (text,), file.suffix
@@ -118,8 +112,8 @@ class Tables:
         return self.texts[place], source.suffix if source.stem == stem_of(path) else source.name
 
     def song_of(self, path: Path) -> dict[str, str | int]:
-        """What is said of a song beside its caption: lyrics from their own file, else from JSON; the rest from JSON.
-        Raises: ValueError as read_caption, or for a value that no model takes."""
+        """What is said of a song beside its caption, of JSON but for a lyrics file. Raises: as read_caption; ValueError
+        for a value that no model takes."""
         entry = self.entries.get(_place(path))
         given = entry.value if entry and isinstance(entry.value, dict) else {}
         said = {key: (given[key], str(entry)) for key in _OF_SONGS if given.get(key) not in (None, "")}
@@ -147,9 +141,8 @@ def read_tables(
     follows_links: bool = True,
     of_songs: bool = False,
 ) -> Tables:
-    """The captions in the JSON files of folders, of images and clips in them and below. They are not looked at where
-    each has a caption file of its own, unless they are of_songs and say more. Raises: ValueError naming file and line
-    of what is wrong."""
+    """The captions of media in the JSON files of folders, unless each has a caption file and they are not of_songs,
+    which say more. Raises: ValueError naming file and line of what is wrong."""
     found = Tables()
     if not of_songs and all(os.path.lexists(caption_file(path)) for path in media):
         return found
@@ -255,8 +248,8 @@ _KEPT = "|||"  # what stands before the first, and behind a second, keeps its pl
 
 
 def make_captions(texts: Sequence[str], config: DataConfig, folder: FolderConfig) -> tuple[str, ...]:
-    """What an image or clip is trained with, one of these each time; each given text makes equally many of them.
-    Raises: ValueError for more lines than an image may have captions."""
+    """What an image or clip is trained with, one each time; each text makes equally many. Raises: ValueError for more
+    lines than an image may have captions."""
     if config.caption_lines:
         texts = [line for text in texts for line in map(str.strip, text.splitlines()) if line] or [""]
         if len(texts) > _MOST_TEXTS:

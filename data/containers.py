@@ -1,7 +1,5 @@
-"""Containers of video and sound: which one a file is, recognised by its content, and whether all of it is there.
-
-MPEG and FLV files do not say how long they are: of one that was cut short, what is left is a shorter clip, unless the
-last frame shows the damage.
+"""Containers of video and sound: which one a file is, by its content, and whether all of it is there.
+MPEG and FLV do not say how long they are: one that was cut short is a shorter clip, unless its last frame is damaged.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ _UNKNOWN_LENGTH = 0xFFFFFFFF  # of a WAV that was written as it came
 
 @contextmanager
 def open_container(path: Path) -> Iterator[Any]:
-    """PyAV's container of a file. The first bytes tell the format, and FFmpeg is given an open file, so that neither a
-    name nor a playlist in disguise makes it open anything else; nor are tracks opened that lie in other files, which
-    MOV knows. Raises: ValueError for a damaged file, RuntimeError without PyAV."""
+    """PyAV's container of a file. FFmpeg is given the format and an open file, so that no playlist in disguise and no
+    track of MOV opens another. Raises: ValueError for a damaged file, RuntimeError without PyAV."""
     try:
         import av
     except ImportError as error:
@@ -40,8 +37,7 @@ def open_container(path: Path) -> Iterator[Any]:
 
 
 def find_kind(file: BinaryIO) -> str:
-    """FFmpeg's name of the container, if all of the file is there. Raises: ValueError for another content, or a file
-    that is shorter than it says."""
+    """FFmpeg's name of the container. Raises: ValueError for another content, or a file shorter than it says."""
     start = file.read(2 * 192)
     if not start:
         raise ValueError("the file is empty")

@@ -1,11 +1,6 @@
-"""From folders to samples: which images and clips there are, and what is wrong with them.
-
-A dataset is one or more ordinary folders: name.png with its caption where captions.py looks for it and, where wanted,
-a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also take clips: name.mp4, animations, and
-a sub-folder `name` of images that has a caption beside it; and with them name.wav in place of their own sound. Models
-of sound alone take such files, with name.lyrics.txt. A folder without any of these stands for its sub-folders that have
-some. What else lies there is named by left_out.py. samples.py says how all is cut.
-"""
+"""From folders to samples: name.png, its caption (captions.py) and loss mask, name_mask.png or name-masklabel.png; of
+models of videos clips, too: name.mp4, animations, and sub-folders of images with a caption beside them, with name.wav
+in place of their sound. A folder without any stands for its sub-folders; what else lies there left_out.py names."""
 
 from __future__ import annotations
 
@@ -112,10 +107,9 @@ def scan_folders(
     config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never, *, others: Sequence[str] = ()
 ) -> list[Sample]:
     """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times. All
-    are looked at, and masks and images decoded, so that a broken file is found now and not hours later. What may not be
-    meant is a warning each, and so is all that is left out. others: folders that are read for something else. Raises:
-    Stopped when should_stop() became true; ValueError for a folder that is missing, holds no image, or far more files
-    than a dataset; for files that cannot be used, naming all of them; for sizes the model does not take."""
+    is decoded, so that a broken file is found now. What may not be meant, and what is left out, is warned of. others:
+    folders that are read for something else. Raises: Stopped; ValueError for a folder that is missing, without images
+    or no dataset; for files that cannot be used, naming all; for sizes the model does not take."""
     step = bucket_step(config, latent)
     sizes = [each for folder in config.folders for each in folder.resolutions or config.resolutions]
     buckets = {each: make_buckets(each, step, config.max_aspect_ratio) for each in sizes}
@@ -187,9 +181,8 @@ def repeats_of(name: str) -> tuple[int, str] | None:
 
 
 def concepts(folder: FolderConfig, ask: Callable[[], None], latent: LatentSpec | None = None) -> list[FolderConfig]:
-    """The folder; or its sub-folders with images or clips, where it has none itself. 10_cat gives repeats 10, and cat
-    as the caption of images that have none. Raises: ValueError for repeats out of range; for sub-folders that may be no
-    concepts, or with references or control."""
+    """The folder, or where it has no media its sub-folders that do: 10_cat repeats 10 times, and cat is the caption of
+    images without. Raises: ValueError for repeats out of range, what may be no concept, and references or control."""
     root, looked = Path(folder.path), Looked(ask)
     entries = looked.entries(root) if root.is_dir() else []
     is_read = _is_sound if latent and latent.audio_rows else is_media
@@ -216,8 +209,8 @@ def concepts(folder: FolderConfig, ask: Callable[[], None], latent: LatentSpec |
 def list_files(
     folder: FolderConfig, use_masks: bool, latent: LatentSpec, ask: Callable[[], None]
 ) -> list[tuple[Path, Path | None]]:
-    """The images and clips of a folder with their masks, sorted by name. Raises: ValueError if there is none; for a
-    mask that is no PNG, or one of two; for a folder that holds too much."""
+    """The media of a folder with their masks, by name. Raises: ValueError if there is none; for a mask that is no PNG,
+    or one of two; for a folder that holds too much."""
     root = Path(folder.path)
     if not root.is_dir():
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
@@ -334,8 +327,8 @@ def _inspect(
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
-    """What the clip is, and the frames of each sample made of it; None and one sample without frames for an image. For
-    a model that makes images, an animation is its first frame, unless its name says video."""
+    """What the clip is, and the frames of each sample made of it; None and () for an image, and for an animation whose
+    name does not say video and of which a model of images takes the first frame."""
     is_by_name = path.is_dir() or path.suffix.lower() in CLIP_SUFFIXES
     if not (is_by_name or latent.is_video) or not is_clip(path):
         return None, ((),)

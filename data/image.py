@@ -1,9 +1,5 @@
-"""One training image: from its file to pixels. Clips are read by video.py, which cuts every frame as is done here.
-
-In this order it is rotated as EXIF says, made RGB, resized with Lanczos to `resize`, and `crop` is cut out.
-Transparency is laid on white, as web pages and most viewers show it; 16-bit grey is scaled to 8 bit, colour profiles
-are not applied, and of an animation the first frame is taken.
-"""
+"""One training image: rotated as EXIF says, made RGB, resized with Lanczos to `resize`, and `crop` cut out of it.
+Transparency is laid on white; 16-bit grey is scaled to 8 bit, and colour profiles are not applied."""
 
 from __future__ import annotations
 
@@ -63,15 +59,6 @@ class ImageRequest:
         """Whether there are no pixels."""
         return self.sound is not None and not self.frames
 
-    def __post_init__(self) -> None:
-        top, left, height, width = self.crop
-        fits = top + height <= self.resize[0] and left + width <= self.resize[1]
-        if min(*self.resize, height, width) < 1 or min(top, left) < 0 or not fits:
-            raise ValueError(
-                f"{self.path}: crop (top, left, height, width) {self.crop} is not inside (height, width) {self.resize}"
-            )
-        assert min(self.frames, default=0) >= 0, "frames are counted from 0"
-
 
 def read_pixels(request: ImageRequest) -> torch.Tensor:
     """The requested pixels of an image, float32 in -1..1. [3, crop height, crop width]; as open_image."""
@@ -80,9 +67,8 @@ def read_pixels(request: ImageRequest) -> torch.Tensor:
 
 
 def open_image(path: str | Path, side: int = 0, most: int = 0) -> PilImage:
-    """The whole image, turned as EXIF says, in RGB. side: pixels of the longer side that are wanted, if not all are:
-    less is decoded where the format allows it. most: pixels that may be decoded; 0 for as many as an image may have.
-    Raises: ValueError naming the file if it cannot be read as an image, or has too many pixels."""
+    """The whole image, turned as EXIF says, in RGB. side: pixels of the longer side that suffice, 0 for all. most: that
+    may be decoded, 0 for MAX_PIXELS. Raises: ValueError naming a file that is no image, or has too many pixels."""
     with naming(path), opened(path) as file:
         if side:
             largest = (_PER_PIXEL * side, _PER_PIXEL * side)
@@ -114,9 +100,8 @@ def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
 
 
 def look_at(path: Path, *, is_decoded: bool = True) -> tuple[tuple[int, int], PilImage]:
-    """(height, width) of an image, turned as EXIF says, and what was decoded for it: of a JPEG an eighth of each side.
-    is_decoded: decode all of it, which finds damage; else read what stands before the pixels, but for a TIFF. Raises:
-    ValueError naming the file if it is broken."""
+    """As read_size, and what was decoded: of a JPEG an eighth of each side. is_decoded: all is read, which finds
+    damage; else what stands before the pixels, but for a TIFF. Raises: ValueError naming the file if it is broken."""
     with naming(path), opened(path) as image:
         width, height = image.size
         seen: PilImage = image
@@ -139,8 +124,7 @@ def is_blank(image: PilImage) -> bool:
 
 
 def image_fingerprint(path: str | Path) -> str:
-    """Hash of a file's bytes; of an image that was once read in another way, not the hash that it had then. Raises:
-    OSError if it cannot be read."""
+    """Hash of a file's bytes; of an image that was once read in another way, another. Raises: OSError."""
     content = file_fingerprint(path)
     with open(path, "rb") as data, suppress(*BROKEN_IMAGE):
         if data.read(2) in (b"II", b"MM"):
@@ -164,9 +148,7 @@ def to_rgb(image: PilImage) -> Any:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-_EVERYWHERE = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-_LISTED = f"{', '.join(_EVERYWHERE[:-1])} or {_EVERYWHERE[-1]}"
-_FORMATS = (*_EVERYWHERE, "AVIF", "JPEG2000", "HEIF", "JXL")
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "HEIF", "JXL")
 _ANIMATED = ("PNG", "WEBP", "GIF", "AVIF", "JXL")  # one frame or many: the name does not tell
 PLUGINS = {"HEIF": "pillow-heif", "JXL": "pillow-jxl-plugin"}  # packages, whose import tells Pillow
 MAX_PIXELS = 178_956_970  # Pillow's own limit: half a gigabyte of RGB
@@ -201,18 +183,17 @@ def _formats() -> tuple[str, ...]:
     return tuple(each for each in _FORMATS if each in Image.OPEN)
 
 
-@lru_cache(maxsize=1)
 def image_suffixes() -> tuple[str, ...]:
     """The endings of images that are read here, in lower case and with their dot; a GIF counts as a clip."""
     return _suffixes_of(tuple(each for each in _FORMATS if each != "GIF"))
 
 
-@lru_cache(maxsize=1)
 def animation_suffixes() -> tuple[str, ...]:
-    """Those of image_suffixes whose files may be clips."""
+    """Those whose files may be clips."""
     return _suffixes_of(_ANIMATED)
 
 
+@lru_cache(maxsize=2)
 def _suffixes_of(wanted: tuple[str, ...]) -> tuple[str, ...]:
     known = _formats()
     found = {suffix: kind for suffix, kind in Image.registered_extensions().items() if kind in known}
@@ -221,8 +202,8 @@ def _suffixes_of(wanted: tuple[str, ...]) -> tuple[str, ...]:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[PilImage]:
-    """The image file, with its header read and no pixel yet. A thread has one open at a time, or may wait for itself.
-    Raises: ValueError for what is no image that is read here, or too large; what Pillow raises for a broken one."""
+    """The image file, with its header read and no pixel yet; a thread with two open may wait for itself. Raises:
+    ValueError for what is no image that is read here, or too large; what Pillow raises for a broken one."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would keep us waiting
         raise ValueError("it is no ordinary file; put an image in its place")
     with open(path, "rb") as data:
@@ -235,7 +216,7 @@ def opened(path: str | Path) -> Iterator[PilImage]:
                 with among_open(size[0] * size[1]):
                     yield file
         except UnidentifiedImageError as error:
-            raise ValueError(f"it is no image of a format that is read here; save it as {_LISTED}") from error
+            raise ValueError("it is no image of a format that is read here; save it as PNG, JPEG or WEBP") from error
         except RuntimeError as error:  # a plugin's, of a broken file
             raise ValueError(str(error).partition("\n")[0]) from error
 

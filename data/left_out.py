@@ -1,5 +1,4 @@
-"""What lies in the folders of a dataset and is not read: named once, with counts, so that nothing is left out in
-silence."""
+"""What lies in the folders of a dataset and is not read: named once, with counts."""
 
 from __future__ import annotations
 
@@ -32,10 +31,9 @@ def left_out(
     beside: Iterable[Path] = (),
     others: Iterable[Path] = (),
 ) -> Iterator[str]:
-    """Lines about files and sub-folders, where there are any. It only tells: what it cannot look through it leaves out.
-    media: what is read, by the folder it lies in. captions: their files, and other sounds. latent: says whether a
-    sub-folder can be a clip. ask: raises to stop. beside, others: folders of references or control, or of something
-    else."""
+    """Lines about files and sub-folders; none of what cannot be looked through. media: what is read, by folder.
+    captions: their files, and sounds. ask: raises to stop. beside: folders of references or control. others: of
+    something else."""
     beside, suffixes = dict.fromkeys(beside), SOUND_SUFFIXES if latent.audio_rows else media_suffixes()
     is_read = {each.resolve() for each in (*others, *beside, *media)}
     for root, paths in media.items():

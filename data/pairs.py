@@ -1,8 +1,5 @@
-"""Files that belong to an image or clip by its name: pictures it was made from, and what it follows.
-
-cat.png has its references in each folder of references: cat.png (or another image format), cat_1.png and so on without
-a gap. A name that is an image's own is nobody's second reference. What it follows has its name in the folder of
-control.
+"""Files of an image or clip by its name. Of cat.png each folder of references holds cat.png (or another image format),
+cat_1.png and so on without a gap, but no image's own name is a second reference; and that of control what it follows.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ class Pair:
 
 
 def find_partners(config: FolderConfig, way: ConditionWay, stems: Sequence[str], ask: Callable[[], None]) -> Partners:
-    """Lists the folders. Raises: ValueError for a folder that is missing, that the way does not take, or the way
-    lacks."""
+    """Lists the folders. Raises: ValueError for one that is missing, that the way does not take, or lacks."""
     for key, given, takes, needs in (
         ("references", config.references, way.most, way.least),
         ("control", (config.control,) if config.control else (), way.takes_control, way.takes_control),
@@ -74,8 +70,8 @@ def _index(folder: Path, suffixes: Sequence[str], ask: Callable[[], None]) -> _I
 
 
 def find_pair(path: Path, size: tuple[int, int] | None, clip: ClipInfo | None, partners: Partners) -> Pair:
-    """The files of one image or clip; every reference is decoded. Raises: ValueError naming what is missing, twice
-    there, or broken."""
+    """The files of one image or clip, all decoded. Raises: ValueError naming what is missing, there twice, or
+    broken."""
     references, stem = list[Path](), stem_of(path)
     for index, folder in zip(partners.references, partners.config.references, strict=True):
         names = [stem] if stem in index else []

@@ -1,17 +1,6 @@
-"""What is trained on, how it is cut, in which order it comes, and its loss masks.
-
-A bucket is a size of about resolution squared pixels whose sides the model accepts: samples of one bucket can share a
-batch. Of a resolution's buckets an image gets the one of the nearest aspect ratio, is resized to cover it, and loses
-what overhangs in equal parts on both sides.
-
-A clip is shown anew at `fps`: frame k is the one on screen k / fps seconds after the first, so variable rates come out
-even, a faster source loses frames, and a slower one shows some of them twice. Of these frames a window of a length from
-`lengths` is taken. Nothing is drawn and nothing is padded: the frame numbers are part of the sample.
-
-Sizes are (height, width) in pixels, after EXIF rotation. Whatever is drawn (the order of an epoch, whether a caption is
-dropped) is a hash of the seed, the epoch and the position. So where a run stands is two integers, and it continues
-alike with any version of any library.
-"""
+"""What is trained on, how it is cut, in which order it comes, and its loss masks. An image covers the bucket of the
+nearest aspect ratio; of a clip, shown anew at `fps`, windows are taken. Sizes are (height, width) in pixels, turned as
+EXIF says. Draws are hashes of seed, epoch and position: a run continues alike with any version of any library."""
 
 from __future__ import annotations
 
@@ -47,8 +36,8 @@ def bucket_step(config: DataConfig, latent: LatentSpec) -> int:
 
 
 def make_buckets(resolution: int, step: int, max_aspect_ratio: float) -> list[tuple[int, int]]:
-    """Sizes of about resolution squared pixels, sides multiples of `step`, from square to the widest, both ways round.
-    Raises: ValueError if the resolution is below `step`."""
+    """Sizes of about resolution squared pixels whose sides are multiples of `step`, both ways round. Raises: ValueError
+    for a resolution below `step`."""
     if resolution < step:
         raise ValueError(f"resolution {resolution} is below {step} pixels, the smallest side a bucket can have here")
     square = step * round(resolution / step)
@@ -98,8 +87,8 @@ class ClipPlan:
     seconds: float = 0.0  # of the parts of a sound; 0 takes all of it
 
     def cut(self, info: ClipInfo) -> dict[int, tuple[int, ...]]:
-        """The clip's frames of every sample made of it, by the tick of its rate at which the sample begins. Raises:
-        ValueError for a clip that is shorter than every length; says what would work."""
+        """The frames of every sample of a clip, by the tick of its rate at which the sample begins. Raises: ValueError
+        for a clip that is shorter than every length."""
         shown = show_at(info, self.fps)
         length = max((length for length in self.lengths if length <= len(shown)), default=0)
         if not length:
@@ -129,8 +118,8 @@ def is_slower(info: ClipInfo, fps: float | None) -> bool:
 
 
 def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
-    """The config's settings, else the model's. Raises: ValueError for lengths that the model does not take; names the
-    nearest. For another rate than sound has."""
+    """The config's settings, else the model's. Raises: ValueError for lengths that the model does not take, naming the
+    nearest, or another rate than sound has."""
     frames = sorted(set(config.frames or latent.frame_lengths))
     if not latent.is_video and frames != [1]:
         raise ValueError(f"data.frames is {frames}, but this model makes images only; leave it out")
@@ -182,8 +171,7 @@ Wanted = tuple[str, Condition]  # a caption, and what is beside it
 
 @dataclass(frozen=True)
 class Sample:
-    """One image, or one window of a clip, as it is trained on. Those that share bucket, num_frames and alike can share
-    a batch."""
+    """One image, or one window of a clip. Those that share bucket, num_frames and alike can share a batch."""
 
     path: str  # image, video file, or folder of images
     caption: str
@@ -230,8 +218,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample of a dataset that arrived encoded; keys as of Sample. Samples that share bucket and alike can share a
-    batch."""
+    """One sample of a dataset that arrived encoded; as Sample."""
 
     latents_key: str
     text_keys: tuple[str, ...]
@@ -252,8 +239,7 @@ TrainingSample = Sample | EncodedSample
 
 
 def dataset_fingerprint(samples: Sequence[Sample]) -> str:
-    """Hash of what is trained on, in order: image and mask bytes, captions, crops, frames; not where the files lie.
-    Raises: OSError if a file has gone."""
+    """Hash of what is trained on, in order, wherever the files lie. Raises: OSError if one has gone."""
     paths = dict.fromkeys(
         path
         for s in samples
@@ -317,9 +303,8 @@ class Batch:
 
 
 class BatchOrder:
-    """An endless order of batches: every sample once per epoch, shuffled anew for every epoch. A batch is of one bucket
-    and length. Where a bucket's samples do not divide by the batch size, its last batch of the epoch is smaller.
-    caption_dropout: probability, per sample and epoch, that its caption is dropped."""
+    """An endless order of batches, each of one bucket and length: every sample once per epoch, shuffled anew. A
+    bucket's last batch may be smaller. caption_dropout: probability, per sample and epoch."""
 
     def __init__(
         self, samples: Sequence[TrainingSample], *, batch_size: int, seed: int, caption_dropout: float = 0.0
@@ -375,8 +360,7 @@ class BatchOrder:
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue behind the batches that were done. Raises: ValueError for a position that this order does not
-        have."""
+        """Continue behind what was done. Raises: ValueError for a position that this order does not have."""
         epoch, index = int(state["epoch"]), int(state["index"])
         batches = self.batches_of(epoch)
         if epoch < 0 or not 0 <= index <= len(batches):
@@ -392,8 +376,8 @@ class BatchOrder:
 
 
 def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:
-    """The sample's mask on its latent grid, float32 in 0..1: every cell is the exact mean of the mask over the area it
-    covers in the image, so the mask may have another resolution than its image. [1, 1, H, W]"""
+    """The sample's mask on its latent grid, float32 in 0..1: each cell is the exact mean over the area that it covers,
+    whatever the mask's resolution. [1, 1, H, W]"""
     assert sample.mask_path is not None
     mask = read_mask(Path(sample.mask_path)).double()
     top, left, height, width = sample.crop
@@ -403,8 +387,8 @@ def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:
 
 
 def _cell_weights(num_source: int, resized: int, start: int, length: int, num_cells: int) -> torch.Tensor:
-    """How much each of num_source pixels counts in each cell, when they are stretched to `resized` pixels of which
-    [start, start + length) is cut into num_cells. Rows add up to 1. [num_cells, num_source], float64"""
+    """How much each of num_source pixels, stretched to `resized` of which [start, start + length) is cut into cells,
+    counts in each; rows add up to 1. [num_cells, num_source], float64"""
     cells = torch.arange(num_cells + 1, dtype=torch.float64) / num_cells
     edges = (start + length * cells) * num_source / resized
     pixels = torch.arange(num_source, dtype=torch.float64)
@@ -422,8 +406,8 @@ def is_in_alpha(path: Path) -> bool:
 
 
 def read_mask(path: Path) -> torch.Tensor:
-    """Brightness of the mask's pixels, 0 black to 1 white; transparency and colour profiles are not looked at. [h, w]
-    Raises: ValueError naming the file if it is broken."""
+    """Brightness of the mask's pixels, 0 black to 1 white, without transparency. [h, w] Raises: ValueError naming
+    it."""
     with naming(path, "a mask"), opened(path) as file:
         image = exif_transpose(file)
         is_16_bit = image.mode.startswith("I")

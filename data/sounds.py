@@ -1,8 +1,5 @@
-"""Sound files, and the sound of clips: how long they are, and the samples that are wanted of them.
-
-They come out as ComfyUI's Load Audio has them: float32 at the file's own rate, of which the first two channels are
-kept. A clip's own track has the file's time, holes in it included; a sound file begins with its clip. What a sound
-beside a clip lacks is silence.
+"""Sound files, and the sound of clips, as ComfyUI's Load Audio has them: float32 at the file's own rate, two channels.
+A clip's own track has the file's time, with its holes; a sound file begins with its clip, and ends in silence.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ def sound_beside(clip: Path) -> Path | None:
 
 
 def probe_sound(path: Path) -> float | None:
-    """Seconds of a sound, all of which is decoded; None for a file without any. Raises: ValueError naming the file if
-    it is damaged, or no sound that is taken."""
+    """Seconds of a sound, all of it decoded; None without any. Raises: ValueError naming a file that is not taken."""
     with naming(path, "sound"), _opened(path) as (container, stream):
         if stream is None:
             return None
@@ -59,9 +55,8 @@ def probe_sound(path: Path) -> float | None:
 
 
 def read_sound(request: SoundRequest, *, is_track: bool = False, is_alone: bool = False) -> tuple[torch.Tensor, int]:
-    """The wanted part, float32 [channels, samples], and its rate in samples per second. is_track: whether it is a
-    clip's own, in whose time it begins. is_alone: whether silence is no part of it. Raises: ValueError naming the file
-    if it cannot be read, or alone ends too early."""
+    """The wanted part, float32 [channels, samples], and its rate in Hz. is_track: it is a clip's own, in whose time it
+    begins. is_alone: silence is no part of it. Raises: ValueError naming a file that cannot be read, or ends early."""
     path = Path(request.path)
     with naming(path, "sound"), _opened(path) as (container, stream):
         if stream is None:
@@ -124,8 +119,8 @@ def _decoded(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
 
 
 def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tuple[SoundRequest, ...]]:
-    """Columns of latents of all of a sound, and the part of each sample that is made of it. Raises: ValueError naming
-    the file if it cannot be read, is too short for one column, or too long for a whole."""
+    """Columns of latents of a whole sound, and the part of each sample made of it. Raises: ValueError naming the file
+    if it cannot be read, is too short for one column, or too long for a whole."""
     seconds, rate = probe_sound(path) or 0.0, latent.sound_rate
     total = math.floor(seconds * rate + _ROUNDING)
     length = min(total, max(1, math.floor((plan.seconds or _LONGEST_S) * rate + _ROUNDING)))
@@ -136,8 +131,8 @@ def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tupl
 
 
 def sounds_of_clip(path: Path, clip: ClipInfo, plan: ClipPlan, latent: LatentSpec) -> tuple[SoundRequest, ...]:
-    """Of each part of a clip: of the sound file beside it, else of its own track; () without either, and for stills.
-    Raises: ValueError naming a file that cannot be read, or a sound file that ends before a part begins."""
+    """Of each part of a clip: of the file beside it, else of its own track; () without either, and for stills. Raises:
+    ValueError naming a file that cannot be read, or a sound file that ends before a part begins."""
     file = sound_beside(path) or path
     cuts = plan.cut(clip)  # by the tick at which a part begins, not by its first frame, which may be older
     if len(next(iter(cuts.values()))) < 2:  # a still of a clip

@@ -1,15 +1,6 @@
-"""One clip: from a video file, an animation or a folder of images to the frames that are trained on.
-
-Videos go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as still images do. A frame is
-turned and mirrored as the file says, stretched where its pixels are not square, laid on white where it is transparent,
-and then resized and cropped like an image. YUV becomes RGB by the matrix and range the file names. There is no
-deinterlacing, and no tone mapping of HDR.
-
-The times of all packets, sorted, are the frames: that needs no decoding. A decoder may show nothing for a packet (VP8's
-hidden reference frames), so a wanted frame is the one on screen at its time. If the decoder ends before that time the
-clip is refused. AVI and MPEG-PS have no time for each frame: all of such a clip is decoded, its frames are counted as
-they come, and they are shown evenly.
-"""
+"""One clip: from a video (PyAV), an animation (Pillow) or a folder of images to frames, upright and with square pixels.
+The times of all packets, sorted, are a video's frames: a wanted one is what is on screen at its time, for VP8 shows
+nothing for some packets. AVI and MPEG-PS have no such times: all is decoded, and its frames are shown evenly."""
 
 from __future__ import annotations
 
@@ -80,10 +71,7 @@ def media_suffixes() -> tuple[str, ...]:
 
 
 def is_clip(path: Path) -> bool:
-    """Whether this is a clip rather than an image: a video, a folder, or an animation of more than one frame.
-
-    An image that cannot be opened is none; whoever reads it says why.
-    """
+    """Whether this is a video, a folder, or an animation of more than one frame; not what cannot be opened."""
     if path.is_dir() or path.suffix.lower() in CONTAINER_SUFFIXES:
         return True
     if path.suffix.lower() not in animation_suffixes():
@@ -96,9 +84,8 @@ def is_clip(path: Path) -> bool:
 
 
 def probe_clip(path: Path) -> ClipInfo:
-    """What the clip holds. Of a video all packets are read and the first frame is decoded: the price of reading the
-    file. Animations and folders of images are decoded whole. Raises: ValueError naming the file and what is wrong with
-    it; RuntimeError without PyAV."""
+    """What the clip holds. Of a video all packets are read and the first frame is decoded; others are decoded whole.
+    Raises: ValueError naming the file and what is wrong with it; RuntimeError without PyAV."""
     with naming(path, "a clip"):
         if path.is_dir():
             return _probe_sequence(path)
@@ -116,7 +103,7 @@ def probe_clip(path: Path) -> ClipInfo:
 
 
 def size_of_clip(path: Path, most: int) -> tuple[int, int]:
-    """(height, width) of a clip, from headers of images, or a video's first frame of up to so many pixels. Raises: as
+    """(height, width) from headers of images, or a video's first frame of up to `most` pixels. Raises: as
     probe_clip."""
     with naming(path, "a clip"):
         if path.is_dir():
@@ -128,8 +115,8 @@ def size_of_clip(path: Path, most: int) -> tuple[int, int]:
 
 
 def read_frames(request: ImageRequest) -> torch.Tensor:
-    """The requested pixels of an image or clip, float32 in -1..1. [3, F, crop height, crop width]; F is 1 for an image
-    Raises: ValueError naming the file if it cannot be read, or ends before the last wanted frame."""
+    """The requested pixels of an image (F = 1) or clip, float32 in -1..1. [3, F, crop height, crop width] Raises:
+    ValueError naming the file if it cannot be read, or ends before the last wanted frame."""
     if not request.frames:
         return read_pixels(request)[:, None]
     path, wanted = Path(request.path), sorted(set(request.frames))
@@ -145,9 +132,8 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
 
 
 def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
-    """An image, or the first frame of a clip, in RGB and upright. side: pixels along its longer side, at most. most:
-    pixels that may be decoded; 0 as for any image. Raises: ValueError naming the file if it cannot be read;
-    RuntimeError without PyAV."""
+    """An image, or a clip's first frame, in RGB, upright, at most `side` pixels long. most: pixels that may be decoded,
+    0 as for any image. Raises: ValueError naming the file if it cannot be read; RuntimeError without PyAV."""
     with naming(path, "a clip"):
         if path.suffix.lower() in CONTAINER_SUFFIXES and not path.is_dir():
             with _opened(path, most) as (container, stream):
@@ -159,8 +145,7 @@ def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
 
 
 def media_fingerprint(path: str | Path) -> str:
-    """Hash of the bytes of a file, or of all images of a folder in their order, whatever they are called. Raises:
-    OSError if one cannot be read."""
+    """Hash of a file's bytes, or of all images of a folder in their order, not of their names. Raises: OSError."""
     path = Path(path)
     if not path.is_dir():
         return image_fingerprint(path)
@@ -365,8 +350,7 @@ def _on_screen(frames: Iterator[Any], times: Sequence[int]) -> Iterator[Any]:
 def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:
     """A frame in RGB, upright, with square pixels."""
     is_transparent = any(component.is_alpha for component in frame.format.components)
-    # PyAV before 17 converts by BT.601 and limited range, whatever the frame says, unless source and target differ in
-    # what it is told. RGB has no range, so none is named for it.
+    # PyAV before 17 converts by BT.601 and limited range unless source and target differ; RGB has no range.
     values = frame.to_ndarray(
         format="rgba" if is_transparent else "rgb24",
         src_colorspace=_SWS_MATRICES.get(int(frame.colorspace), _SWS_DEFAULT),

@@ -1,13 +1,6 @@
-"""ComfyUI's CONDITIONING and LATENT taken apart: plain lists, dicts and tensors, of which nothing is imported.
-
-A CONDITIONING is a list of [states [1, S, D], options]. What of the options is neither read nor kept (areas, guidance,
-hooks) is refused rather than lost. A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W], of audio [B, C, T] or [B,
-C, H, T]}, as the VAE made it, not normalised yet; of several streams (a video and its sound) one object that holds a
-tensor of each. Its noise_mask says what of it samplers denoise.
-
-Core's convention for lists of both: entry by entry they make pairs, and where a LATENT is a batch, its CONDITIONING has
-one item per sample of it.
-"""
+"""ComfyUI's CONDITIONING, a list of [states [1, S, D], options], and LATENT, {"samples": [B, C, (F,) H, W], of audio
+[B, C, (H,) T]} not normalised, of several streams one object with a tensor of each, taken apart; what is not kept is
+refused. In core's lists they make pairs, and a CONDITIONING has one item per sample of a batch."""
 
 from __future__ import annotations
 
@@ -67,9 +60,8 @@ _REMEDIES = {
 
 
 def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) -> Entry:
-    """The states and the pooled output of a CONDITIONING with one item, without their batch; where it keeps_all also
-    its other tensors and numbers, under names that begin with OPTION or WHOLE. Raises: ValueError naming `what` if it
-    is none, or says more than that."""
+    """States and pooled output of a CONDITIONING with one item, without their batch; with keeps_all its other tensors
+    and numbers, too, as OPTION or WHOLE. Raises: ValueError naming `what` if it is none, or says more."""
     if not isinstance(conditioning, (list, tuple)) or len(conditioning) != 1:
         raise ValueError(
             f"{what}: a CONDITIONING with one item is needed, found {_describe(conditioning)}; training knows no "
@@ -79,8 +71,8 @@ def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) 
 
 
 def read_tokens(tokens: Any, what: str) -> Entry:
-    """What a tokenizer of ComfyUI's makes of one text: for each text encoder, parts of (token, weight, ...). Raises:
-    ValueError for parts of several lengths, or a token that is no number."""
+    """What ComfyUI's tokenizer makes of a text: by text encoder, parts of (token, weight, ...). Raises: ValueError for
+    parts of several lengths, or a token that is no number."""
     if not isinstance(tokens, Mapping) or not tokens:
         raise ValueError(f"{what}: tokens by text encoder are needed, found {_describe(tokens)}")
     found: Entry = {}
@@ -159,8 +151,8 @@ def _tensors_of(path: str, value: Any) -> Entry:
 
 
 def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torch.Tensor]) -> Entry:
-    """What of a sample the model is given once for all samples of a batch, so that it must be equal in them. Of noise
-    masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place."""
+    """What the model is given once for all samples of a batch, so that it must be equal in them. Of noise masks LTX-2
+    looks at the first sample's alone for whether noise levels are per frame or per place."""
     shared = {}
     for name, tensor in {**latents, **text}.items():
         path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
@@ -184,8 +176,8 @@ def _sides(samples: torch.Tensor) -> tuple[int, ...]:
 
 
 def read_samples(samples: Any, what: str) -> list[Entry]:
-    """The samples of a batch, one entry each; of several streams the others as MORE_SAMPLES. Raises: ValueError if this
-    is no tensor of that form, and no streams of as many samples."""
+    """The samples of a batch, one entry each; further streams as MORE_SAMPLES. Raises: ValueError for other forms, and
+    streams of unequal length."""
     streams = samples.unbind() if _is_nested(samples) else [samples]
     for each in streams:
         if not isinstance(each, torch.Tensor) or each.ndim not in (3, 4, 5) or each.numel() == 0:
@@ -207,8 +199,7 @@ def _is_nested(samples: Any) -> bool:
 
 
 def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[tuple[Entry, Entry]]:
-    """Latents and text of every sample, in order. Raises: ValueError naming the first entry of the lists that cannot be
-    used."""
+    """Latents and text of every sample, in order. Raises: ValueError naming the first entry that cannot be used."""
     if len(latents) != len(conditioning):
         raise ValueError(f"found {len(latents)} latents and {len(conditioning)} conditionings; give as many of each")
     for number, (latent, texts) in enumerate(zip(latents, conditioning, strict=True), start=1):
@@ -238,8 +229,7 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
 
 
 def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
-    """A noise mask as samplers read it, which begin again with the first where a batch has more samples. shape: of
-    one."""
+    """A noise mask as samplers read it, which begin again with the first for more samples. shape: of one."""
     if _is_nested(mask):
         raise ValueError(f"{what}: {MASK_WITH_SOUND}")
     if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or not mask.numel():
@@ -294,10 +284,7 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-# --- a dataset that arrived encoded -----------------------------------------------------------------------------------
-# Entries are named by their own content, for there is no image and no encoder to ask. A list of which belong together,
-# <cache folder>/datasets/<hash>.json, has the shapes, so that a job can be checked without reading a tensor. It is
-# written last: a run that was killed finds the entries it has written, and writes the others.
+# --- a dataset that arrived encoded: entries named by their content, and a list of them with their shapes -------------
 
 _FOLDER = "datasets"
 _VERSION = 1
@@ -323,9 +310,9 @@ def save_encoded(
     store: CacheStore,
     on_saved: Callable[[int], None] = lambda count: None,
 ) -> Path:
-    """Keep the entries (latents, text) that the store has not, and list them; returns the list's file. on_saved: called
-    after each with how many are saved; raises to stop. Raises: ValueError for no pairs; OSError naming the file if the
-    store cannot be written. What was written stays."""
+    """Keep the entries (latents, text) that the store has not, and list them at last; returns the list's file.
+    on_saved: called after each with their number; raises to stop. Raises: ValueError for no pairs; OSError naming the
+    file."""
     listed = []
     for latents, text in pairs:
         keys = []

@@ -1,8 +1,5 @@
-"""Sources that ask encoders which ComfyUI has loaded.
-
-What these make is kept as ComfyUI hands it on (families/comfy/inputs.py makes it fit the model). Its name, in a job's
-cache.text_source and cache.latent_source, is the encoder's fingerprint: without the encoder such a source finds its
-entries and computes none.
+"""Sources that ask encoders which ComfyUI has loaded, and keep what they make as it is (families/comfy/inputs.py makes
+it fit the model). A job names them by fingerprints: without the encoder a source finds its entries and computes none.
 """
 
 from __future__ import annotations
@@ -175,8 +172,8 @@ class ConditionParts:
 
 @dataclass(frozen=True)
 class ComfyConditions(Source[Wanted]):
-    """What ComfyUI's nodes make of the files that a sample's model is given beside its caption. An entry holds what the
-    node adds to a CONDITIONING; where the text encoder is shown the pictures, all of it."""
+    """What ComfyUI's nodes make of the files beside a sample: what they add to a CONDITIONING; where the text encoder
+    is shown the pictures, all of it."""
 
     way: str  # a name of families/comfy/conditions.py
     encoders: tuple[str, ...]  # names of those that take part

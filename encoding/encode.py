@@ -1,10 +1,5 @@
-"""Captions and images, encoded once and kept.
-
-Filling names every result by its content and sees what the store already has. Only if something is missing it loads the
-model, encodes one thing after the other, and frees the model before the next is loaded. Each result is stored as soon
-as it is there. Any number of processes may do this at once for one store: each claims an entry before it computes it
-(store.py), and progress counts what is done by whomever.
-"""
+"""Captions and images, encoded once and kept: a model is loaded if an entry is missing, and freed before the next. Any
+number of processes may fill one store at once: each claims an entry before it computes it (store.py)."""
 
 from __future__ import annotations
 
@@ -43,16 +38,14 @@ def fill(
     outdated: Mapping[str, Stamp] = NONE_OUTDATED,
     on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[Item, str]:
-    """Have what the source makes of every item in the store, encoding what is missing; equal content once.
+    """Have what the source makes of every item in the store, encoding what is missing; equal content once. Item -> key.
 
     Args:
         on_progress: done and total count entries, whoever computed them.
         outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
-        on_begin: called when the encoder is loaded and begins, from where its pace can be measured.
-    Returns: item -> key of its entry.
+        on_begin: called when the encoder is loaded, from where its pace can be measured.
     Raises: what a source raises; Stopped; ValueError naming all files that cannot be read, behind the others;
-        RuntimeError naming the items whose entries are not finite; OSError naming the file if the store cannot be
-        written. What was encoded until then is in the store.
+        RuntimeError for entries that are not finite; OSError naming the file. What was encoded until then is kept.
     """
     key_of, done = source.keys_of(items), 0
     items_of = {key: item for item, key in key_of.items()}
@@ -110,8 +103,8 @@ def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Ite
 def _encode(
     source: Source[Item], batch: Mapping[str, Item], load: Callable[[], None], unreadable: list[str]
 ) -> Iterator[tuple[str, Entry]]:
-    """The entries of a batch; adds to unreadable what was broken since the dataset was looked at. Raises: RuntimeError
-    naming those that must not be kept, behind the others; ValueError as encode_batch."""
+    """The entries of a batch; adds to unreadable what was broken since it was looked at. Raises: RuntimeError naming
+    those that must not be kept, behind the others; ValueError as encode_batch."""
     given: dict[str, Any] = {}
     for key, item in batch.items():
         try:

@@ -1,10 +1,5 @@
-"""What a cache entry is called: a hash of everything that decides its content, and of nothing else.
-
-A changed caption, setting, weight, resize, crop or type gets a new key, and so does our own code where it changes a
-result: raise a version below. What an option adds is in the key only where the option is used, so that older keys stay
-valid. The device is left out on purpose, and so are the versions of torch, transformers, diffusers, Pillow and PyAV: an
-update would throw away every cache, for differences that are nearly always none.
-"""
+"""What a cache entry is called: a hash of all that decides its content; of an option only where it is used, so that
+older keys stay valid. Device and versions of libraries are left out on purpose: each update would empty every cache."""
 
 from __future__ import annotations
 
@@ -41,8 +36,7 @@ def text_key(
     dtype: torch.dtype,
     quantize: str = "none",
 ) -> str:
-    """Of what one text encoder makes of one text, as its tokenizer gets it. dtype: type the encoder computes in.
-    quantize: what its linears are rounded to, those excepted that are kept."""
+    """Of what one text encoder, which computes in dtype, makes of one text, as its tokenizer gets it."""
     described = dict(vars(spec))
     kept = described.pop("keep_full_precision")
     rounding = {} if quantize == "none" else {"quantize": quantize, "kept": kept, "rounding": ROUNDING_VERSION}
@@ -52,8 +46,7 @@ def text_key(
 
 
 def latent_key(image_fingerprint: str, request: ImageRequest, settings: Mapping[str, Any]) -> str:
-    """Of the latents of one image, clip or sound. image_fingerprint: hash of its content; name and place are not in the
-    key. settings: what else decides them. Frame rate and window of a clip are in it by the frames that they choose."""
+    """Of the latents of one image, clip or sound. settings: what else decides them."""
     facts = {"what": "latents", "version": IMAGE_VERSION, "image": image_fingerprint}
     facts |= {"resize": request.resize, "crop": request.crop}
     if request.frames:
@@ -66,8 +59,7 @@ def latent_key(image_fingerprint: str, request: ImageRequest, settings: Mapping[
 def comfy_latent_key(
     image_fingerprint: str, request: ImageRequest, fingerprint: str, beside: Sequence[str] = ()
 ) -> str:
-    """Of what ComfyUI's VAE makes of one; the model's family has no say in it. beside: of a clip with sound, the
-    sound's content, and the VAE that encodes it."""
+    """Of what ComfyUI's VAE makes of one. beside: of a clip with sound, the sound's content and its VAE."""
     settings = {"what": "stock latents", "version": (COMFY_VERSION, IMAGE_VERSION), "vae": fingerprint}
     return latent_key(image_fingerprint, request, {**settings, "beside": beside} if beside else settings)
 
@@ -75,8 +67,8 @@ def comfy_latent_key(
 def comfy_text_key(
     text: str, fingerprint: str, *, what: str = "stock text", keeps_all: bool = False, weighs: bool = False
 ) -> str:
-    """Of what ComfyUI's CLIP, or with "stock tokens" its tokenizer, makes of one text. fingerprint: of the CLIP.
-    weighs: whether parentheses weigh words and embedding: names a file, as in ComfyUI's prompts."""
+    """Of what ComfyUI's CLIP, or with "stock tokens" its tokenizer, makes of one text. weighs: as a prompt of
+    ComfyUI's, where parentheses weigh words."""
     facts = {"what": what, "version": COMFY_VERSION, **prompt_facts("text", text, weighs), "clip": fingerprint}
     return settings_fingerprint({**facts, "keeps_all": True} if keeps_all else facts)
 

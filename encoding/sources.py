@@ -1,8 +1,4 @@
-"""Who makes the cache entries of captions, images and conditions: the model's own encoders, or ComfyUI's.
-
-The cache is filled in one way (encode.py), whoever computes: a Source names each result, loads when the first is
-missing, encodes, and frees. Those of ComfyUI's encoders are in comfy_sources.py.
-"""
+"""Who makes cache entries for encode.py: the model's own encoders; those of ComfyUI's are in comfy_sources.py."""
 
 from __future__ import annotations
 
@@ -42,8 +38,7 @@ class Source(Generic[Item]):
     batch_size: int = 1  # items that are encoded at a time
 
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
-        """The entry of each item. No weight is loaded. Raises: ValueError naming all files that cannot be read, or a
-        caption that is not taken."""
+        """The entry of each item, without a weight. Raises: ValueError naming all files that cannot be read."""
         raise NotImplementedError
 
     def plan(self, missing: Sequence[Item]) -> None:
@@ -123,8 +118,7 @@ def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class FolderTexts(TextSource):
-    """What one of the model's own text encoders makes. Captions that share a pass of a streamed encoder are claimed at
-    once, and a kill loses all of them."""
+    """What one of the model's own text encoders makes."""
 
     spec: TextEncoderSpec
     folder: str | Path

@@ -1,16 +1,7 @@
-"""A folder of cached tensors: one safetensors file per entry, never used when it is not whole.
-
-An entry is written once under a key that names its content (key.py) and never changes, so nothing is locked to read or
-write one: two writers of one key write the same bytes. A file that is cut short, foreign or another entry's is seen by
-its header, one with flipped bytes by the checksum there, which `get` compares. All are misses; the entry is computed
-again and written over.
-
-Who computes an entry while several processes use one store: a claim is an operating system's lock on a file named after
-the entry, which the system takes back when its process ends, however it ends. The file goes when its entry is done.
-What a killed holder left, the next one to claim that entry removes, and so does pruning. Where there are no locks, one
-warning says so, and work may be done twice. A run that is under way holds such a lock, too, and pruning spares all
-entries meanwhile.
-"""
+"""A folder of cached tensors, one safetensors file per entry under a key that names its content (key.py); what is cut,
+foreign or damaged is a miss. Who computes an entry claims it: a lock of the system, which ends with its process. A run
+holds such a lock, too, and pruning spares all entries meanwhile. Without locks work may be done twice, and is warned
+of."""
 
 from __future__ import annotations
 
@@ -50,16 +41,14 @@ _KEY = re.compile(r"[0-9a-f]{3,}")
 
 
 class CacheStore:
-    """Entries under `folder`, which is made with the first entry. Keys are hexadecimal; the first two digits name the
-    sub-folder, so that no folder holds many thousands of files."""
+    """Entries under `folder`, which is made with the first. Keys are hexadecimal; two digits name the sub-folder."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.claims_folder = self.folder / ".claims"
 
     def path(self, key: str) -> Path:
-        """Where this entry lies or would lie. Raises: ValueError if the key is not lower-case hexadecimal, which also
-        keeps it inside the folder."""
+        """Where this entry lies or would lie. Raises: ValueError for a key that is not lower-case hexadecimal."""
         if not _KEY.fullmatch(key):
             raise ValueError(f"a cache key is lower-case hexadecimal, not {key!r}")
         return self.folder / key[:2] / f"{key}{_SUFFIX}"
@@ -87,8 +76,7 @@ class CacheStore:
         return {} if header is None else {name: entry.shape for name, entry in header.tensors.items()}
 
     def check(self, key: str) -> State:
-        """What this entry is, read whole. A damaged one is removed where that is allowed, so that `in` does not call it
-        whole."""
+        """What this entry is, read whole; a damaged one is removed where that is allowed."""
         path = self.path(key)
         header = _read_header(path)
         if header is None:
@@ -108,8 +96,7 @@ class CacheStore:
         return {key: stamp for key in self.keys() if (stamp := self.stamp(key)) is not None}
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write an entry, over a damaged one if there is one. Raises: ValueError for an entry without tensors; OSError
-        naming the file if the disk refuses."""
+        """Write an entry, over a damaged one. Raises: ValueError for one without tensors; OSError naming the file."""
         if not tensors:
             raise ValueError(f"cache entry {key} has no tensors")
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -136,8 +123,7 @@ class CacheStore:
     # ---- claims
 
     def claim(self, key: str) -> Claim | None:
-        """Claim an entry; None if another process, or another thread, has it. Raises: OSError naming the file if the
-        folder cannot be written."""
+        """Claim an entry; None if another process or thread has it. Raises: OSError naming the file."""
         path = self.claims_folder / f"{key}{_LOCK_SUFFIX}"
         try:
             claim = take_claim(path)
@@ -171,8 +157,7 @@ class CacheStore:
             claim.release()
 
     def has_living_runs(self) -> bool:
-        """Whether runs may read the store; what killed ones have left in it is deleted. Raises: OSError if the folder
-        cannot be read or written."""
+        """Whether runs may read the store; deletes what killed ones have left. Raises: OSError."""
         if not self.folder.is_dir():
             return False
         self.remove_left()
@@ -216,10 +201,9 @@ def claimed_batches(
     on_found: Callable[[], None],
     stop_if_asked: Callable[[], None],
 ) -> Generator[list[str], None, None]:
-    """Entries to compute and store now, up to `size` at a time, shared with whoever else fills the same store; they are
-    claimed until the next are requested. Ends when every entry is done, by whomever, or was handed out. is_done: asked
-    of an entry while it is claimed. on_found: called for each that turned out to be done. stop_if_asked: called before
-    every batch and while waiting for others; raises to stop."""
+    """Entries to compute and store now, up to `size` at a time, claimed until the next are requested; ends when every
+    entry is done, by whomever, or was handed out. is_done: of a claimed entry. on_found: called for each that turned
+    out to be done. stop_if_asked: called before every batch and while waiting; raises to stop."""
     remaining = list(keys)
     num_told = 0
     while remaining:
@@ -253,8 +237,7 @@ def claimed_batches(
 
 
 def _read_header(path: Path) -> FileHeader | None:
-    """Of an entry whose length is right and whose name is its own, else None. Entries that were written before their
-    key was in them are read as well."""
+    """Of an entry whose length and name are right, else None. Earlier versions wrote no key into entries."""
     header, key = None, path.name.removesuffix(_SUFFIX)
     try:
         if path.is_file() or not os.path.lexists(path):  # opening a pipe would keep us waiting

@@ -1,15 +1,7 @@
-"""One text encoder: loading no more of it than is needed, and running it exactly as diffusers' pipelines do.
-
-Of chat_hidden_states (Mistral 3, Qwen3) hidden_states[k] is what enters layer k. So the language model is built with
-max(k) layers and without the final norm. Others use the whole encoder. With `zero_padding` a text is handled as
-WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as FluxPipeline does:
-the text as it is, and no mask, so that the padding is encoded too.
-
-Texts are computed one by one: in a batch, matrix products of another size would round differently, and what is cached
-for a caption would depend on its neighbours. Streamed layers (text_weights.py) take each text alone, too.
-
-Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
-"""
+"""One text encoder, run exactly as diffusers' pipelines do, each text alone: a batch would round differently. Of
+chat_hidden_states hidden_states[k] enters layer k: no later layer is loaded. With `zero_padding` it is WanPipeline's
+way (cleaned, padding masked, then zero), else FluxPipeline's. B captions, S tokens (max_length), D width, L layers
+kept."""
 
 from __future__ import annotations
 
@@ -63,8 +55,8 @@ class TextEncoder:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """encode() of each text, bit by bit; of streamed layers in as few passes as can be, and on the CPU, to leave
-        the next pass its room."""
+        """encode() of each text, bit by bit; of streamed layers in few passes, and on the CPU, to leave the next
+        room."""
         found: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
             with torch.inference_mode():
@@ -73,8 +65,8 @@ class TextEncoder:
         return [found[text] for text in texts]
 
     def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
-        """The different texts in batches for encode_batch: single ones where the encoder is resident, else as many as
-        one pass takes, those that fill all tokens apart from those that are padded."""
+        """The different texts in batches: single ones where the encoder is resident, else as many as one pass takes,
+        those that fill all tokens apart from those that are padded."""
         unique = list(dict.fromkeys(texts))
         if self.stream is None:
             return [[text] for text in unique]
@@ -93,8 +85,7 @@ class TextEncoder:
 
 
 def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
-    """The text that is tokenized: cleaned as WanPipeline cleans it for zero_padding specs, else the caption itself.
-    Mojibake is repaired only where ftfy is installed, as in diffusers."""
+    """The text that is tokenized: for zero_padding cleaned as by WanPipeline, which needs ftfy for mojibake."""
     if not spec.zero_padding:
         return caption
     with contextlib.suppress(ModuleNotFoundError):
@@ -113,9 +104,8 @@ def load_text_encoder(
     *,
     captions_per_pass: int = 0,
 ) -> TextEncoder:
-    """Load what `spec` needs from a diffusers model folder, offline, in eval mode and without gradients, from
-    safetensors only. close() the encoder when done. dtype: of the computation and of what is not quantized. quantize:
-    what the linears are rounded to as they are read. captions_per_pass: of layers that pass through the device; 0 has
+    """Load what `spec` needs from a diffusers model folder, offline and without gradients; close() it when done. dtype:
+    of the computation and of what is not quantized. captions_per_pass: of layers that pass through the device; 0 has
     all of the encoder there. Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a
     scheme that the device cannot hold, or one that would be streamed."""
     folder, device = Path(folder), torch.device(device)
@@ -216,9 +206,8 @@ def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
 
 
 def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
-    """The caption inside the tokenizer's chat template, with the system prompt before it. Templates of multimodal
-    models want a message's content as a list of typed parts, others as a string: parts are tried first, and a form
-    counts when a probe caption and the system prompt come out of it whole. Raises: ValueError if neither works."""
+    """The caption in the tokenizer's chat template, behind the system prompt. Templates want content as typed parts or
+    a string: a form counts from which a probe and the system prompt come out whole. Raises: ValueError for neither."""
     expected = [_PROBE] if spec.system_prompt is None else [_PROBE, spec.system_prompt]
     for has_parts in (True, False):
         probe = _render(tokenizer, _PROBE, spec, has_parts)
@@ -278,8 +267,8 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) -> None:
-    """Refuse an encoder that its own files or the model would not fit; reads configs and headers only. width: of the
-    states that the transformer takes; None where nobody says. Raises: ValueError naming the folder or file."""
+    """Refuse an encoder that does not fit its files or the model, by configs and headers. width: of the states that the
+    transformer takes; None where nobody says. Raises: ValueError naming the folder or file."""
     folder = Path(folder)
     model: Any = make_empty_encoder(spec, folder)
     refuse_zeros(folder / spec.folder, find_sources(model, folder / spec.folder))
@@ -292,8 +281,8 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
-    """The encoder as `spec` needs it, with weights on no device; buffers that no file holds are on the CPU. Raises:
-    ValueError if its folder does not describe such an encoder."""
+    """The encoder as `spec` needs it, weights on meta and buffers on the CPU. Raises: ValueError for a folder that does
+    not describe such an encoder."""
     from transformers import AutoConfig, AutoModel
 
     folder = folder / spec.folder

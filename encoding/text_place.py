@@ -1,15 +1,6 @@
-"""Where a text encoder runs: what the user may name, what it would take there, and what `auto` picks.
-
-Settings: `cpu`; `cuda:1` (all of the encoder on that card); `stream` or `stream:cuda:1` (its layers pass through the
-card within a limit of memory, see text_weights.py); `auto` or `auto:cuda:1` (with no other card than that).
-
-The forecast is arithmetic on the encoder's config; no weight is read. All of it counts as on the card: weights as they
-are held, what one caption needs inside a layer, and what each caption of a pass needs between layers. It errs upwards:
-`auto` may stream an encoder that would just have fitted.
-
-`auto` takes, in this order: a card that holds all of it beside a margin, the emptiest one; the emptiest card to stream
-through; the CPU. 8-bit weights are not streamed, so with a scheme the CPU comes second.
-"""
+"""Where a text encoder runs: `cpu`, `cuda:1`, `stream` or `stream:cuda:1` (text_weights.py), `auto` or `auto:cuda:1`,
+which takes the emptiest card that holds all of it, else streams through it, else the CPU; with a scheme nothing is
+streamed. The forecast is arithmetic on the encoder's config, and errs upwards."""
 
 from __future__ import annotations
 
@@ -53,8 +44,7 @@ class TextDevice:
 
 @dataclass(frozen=True)
 class TextPlace:
-    """Where one encoder will run, why (half a sentence for the log), and how many captions a pass of its layers through
-    the device takes; 0 of an encoder that is there whole."""
+    """Where one encoder will run, why, and how many captions a pass of its layers takes; 0 if it is there whole."""
 
     device: torch.device
     reason: str
@@ -86,8 +76,7 @@ class EncoderSize:
 
 
 def parse_text_device(setting: str | torch.device) -> TextDevice:
-    """What a user wrote as cache.text_device. Raises: ValueError for what is none of the forms, or a device that does
-    not exist here."""
+    """What a user wrote as cache.text_device. Raises: ValueError for other forms, and devices that are not here."""
     name = str(setting).strip()
     mode, _, device_name = name.partition(":")
     wanted = requested(mode)
@@ -112,8 +101,8 @@ def text_device_on(setting: str, device: str) -> str:
 def check_text_device(
     setting: str | torch.device, specs: Sequence[TextEncoderSpec], folder: str | Path, quantize: TextScheme = "none"
 ) -> None:
-    """Refuse what planning or loading would refuse later, memory and what the folder holds excepted. Raises: ValueError
-    as parse_text_device and check_scheme; for a stream without a card or of 8-bit weights, and a single file."""
+    """Refuse early what planning or loading would, but for memory and the folder's content. Raises: ValueError as
+    parse_text_device and check_scheme; for a stream without a card or of 8-bit weights, and a single file."""
     wanted = parse_text_device(setting)
     is_streamed = wanted.mode == "stream"
     device = _emptiest_card(wanted) if is_streamed else wanted.device
@@ -136,9 +125,9 @@ def plan_text_place(
     quantize: TextScheme = "none",
     window_bytes: int = 0,
 ) -> TextPlace:
-    """Decide where one encoder runs, from sizes and from the memory that is free now. A device that is named is taken.
-    window_bytes: the most a streamed encoder may take on its card; 0 for what is free there less a margin. Raises:
-    ValueError for a setting that cannot be met, with the memory it would take."""
+    """Decide where one encoder runs, from sizes and free memory; a device that is named is taken. window_bytes: the
+    most a streamed encoder may take on its card; 0 for what is free less a margin. Raises: ValueError for what has no
+    room."""
     wanted, scheme = parse_text_device(setting), applied_scheme(spec, quantize)
     if wanted.mode == "resident":
         assert wanted.device is not None
@@ -216,8 +205,7 @@ def forecast_size(
     states = spec.max_length * width * dtype.itemsize
     # T5 hands its table of relative positions from layer to layer, with a row for every head.
     tables = 1 + (num_heads if spec.kind == "last_hidden_state" else 0)
-    # What all linears of a layer give, the widest once more for its activation function; the scores of attention and
-    # their softmax, which T5 has in float32. 8-bit weights are written out for their product.
+    # What all linears of a layer give, the widest twice; attention's scores and softmax, in float32; 8 bits written out
     linears = [module for module in layers[0].modules() if isinstance(module, nn.Linear)]
     widths = [linear.out_features for linear in linears]
     unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * dtype.itemsize

@@ -1,13 +1,6 @@
-"""A text encoder's weights: which tensors of which files, each read straight to its device, in 8 bits on request, or
-layer by layer in every pass.
-
-A linear is rounded to 8 bits (quantization/frozen_linear.py) as soon as its own tensors are there, before the next is
-read. Products are computed in the encoder's dtype from weights written out anew at every call: this buys room, not
-speed. Embeddings, norms, biases and what the spec names in keep_full_precision stay in full precision.
-
-Files whose weights are in 8 bits already are refused: there are several ways to lay their scales out, and none keeps
-them under the names and in the folders that the encoders' classes read.
-"""
+"""A text encoder's weights, each read straight to its device, or layer by layer in every pass. On request linears are
+rounded to 8 bits (quantization/frozen_linear.py) as they are read, which buys room, not speed; files that are in 8 bits
+already are refused: their scales have no one layout."""
 
 from __future__ import annotations
 
@@ -73,9 +66,9 @@ def check_scheme(scheme: TextScheme, device: torch.device) -> None:
 
 
 def find_sources(model: nn.Module, folder: Path) -> Sources:
-    """Where the tensors of an empty encoder are; of tied ones only one is listed. What stands before their names
-    depends on the model that wraps a language model, and on the version that saved it. Raises: ValueError naming a file
-    or tensor that is missing, of another shape, of an unknown type or in 8 bits."""
+    """Where the tensors of an empty encoder are, of tied ones only one; their prefix depends on what wraps it, and on
+    the version that saved it. Raises: ValueError naming a file or tensor that is missing, of another shape, of an
+    unknown type or in 8 bits."""
     index = folder / "model.safetensors.index.json"
     files = sorted(set(read_weight_map(index).values())) if index.is_file() else ["model.safetensors"]
     if lost := [file for file in files if not (folder / file).is_file()]:
@@ -111,7 +104,7 @@ def find_sources(model: nn.Module, folder: Path) -> Sources:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Names of one tensor, such as T5's two of its embedding, of which files hold either or both. transformers before 5
-    lists the names without their twin, which for encoders is the embedding of the input."""
+    does not say the twin, which for encoders is the embedding of the input."""
     declared: Any = getattr(model, "_tied_weights_keys", None) or {}
     if not isinstance(declared, Mapping):
         embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -125,9 +118,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
-    """Fill an empty model, one tensor after the other; what the files hold besides is not touched. Without a scheme,
-    weights on the CPU that need no other type are not copied: the system pages them in from the file. Raises: as
-    check_scheme, before anything is read."""
+    """Fill an empty model, tensor by tensor. Without a scheme weights on the CPU stay mapped from their file. Raises:
+    as check_scheme."""
     check_scheme(storage.scheme, storage.device)
     waiting = Counter(name.rpartition(".")[0] for name in sources)
     dtypes = weight_dtypes(model, sources, storage.dtype)
@@ -154,8 +146,7 @@ def is_rounded(module: nn.Module, fqn: str, kept: Sequence[str]) -> TypeGuard[nn
 
 
 def weight_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The type each tensor is held in where nothing is rounded. Some parts the class wants in float32, by
-    from_pretrained's rule: some in float16, as T5's wo, some in bfloat16 too."""
+    """The type each tensor is held in unless rounded: float32 of what the class wants so, by from_pretrained's rule."""
     wanted: list[str] = []
     if dtype == torch.float16:
         wanted += getattr(model, "_keep_in_fp32_modules", None) or ()
@@ -165,8 +156,7 @@ def weight_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) ->
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """fqn and layers of an encoder, in the order they run: its largest list, which holds nearly all of its weights.
-    Raises: ValueError for a model without a list of layers."""
+    """fqn and layers of an encoder: its largest list. Raises: ValueError for a model without one."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of layers; it cannot be a text encoder")
@@ -174,20 +164,14 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return name, lists[name]
 
 
-# --- weights larger than the card they are used on --------------------------------------------------------------------
-# Layers pass through two slots there, one after the other. The next is read and copied while one computes, so a pass
-# over B captions takes the longer of reading all layers and computing B. Files are read anew for every pass, through
-# one pinned buffer: what memory has room for is in the system's file cache.
-#
-# Inside a layer captions go one by one, each as a batch of one. So every matrix product has the shape it has where the
-# encoder is resident. Results are bitwise those of one caption alone, and the cache's keys need not know about passes.
-# One pass must not mix captions with padding and captions without: these need no mask, and another kernel may compute
-# their attention. Why 8-bit weights are not streamed: docs/decisions/0008-blocks-from-host-memory.md.
+# --- weights larger than the card they are used on: docs/decisions/0008-blocks-from-host-memory.md --------------------
+# Layers pass through two slots; the next is read and copied while one computes. Inside a layer captions go one by one,
+# so that results are bitwise those of one caption alone. No pass mixes captions with padding and without: those without
+# need no mask, and another kernel may compute their attention.
 
 
 class StreamedLayers:
-    """The layers of an empty encoder on their way through its device; the rest is filled, and there for good. Raises:
-    ValueError as read_weights."""
+    """The layers of an empty encoder on their way through its device; the rest is filled, and there for good."""
 
     def __init__(self, model: nn.Module, sources: Sources, storage: Storage, captions_per_pass: int) -> None:
         assert storage.scheme == "none" and captions_per_pass > 0, (storage, captions_per_pass)
@@ -246,8 +230,8 @@ class StreamedLayers:
         return _joined(outputs)
 
     def _send(self, index: int) -> Slot:
-        """Read a layer, which waits for the last copy out of the buffer, and queue its copy to the device. Raises:
-        ValueError naming a file that was changed since the beginning: its cache entries have their names by now."""
+        """Read a layer, when the buffer is free, and queue its copy to the device. Raises: ValueError naming a file
+        that was changed since the beginning: its cache entries have their names by now."""
         sources, tensors, size = self._layers[index]
         if changed := [file for source in sources.values() if _stamp(file := source.file) != self._stamps[file]]:
             raise ValueError(f"{changed[0]} was changed while captions were encoded; let it be whole and start again")

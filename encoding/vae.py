@@ -1,8 +1,5 @@
-"""Loading a family's VAE from a diffusers folder or from the single files that ComfyUI uses, offline and completely.
-
-Files of latent diffusion VAEs (FLUX.1, FLUX.2) are translated by diffusers' converter, which lacks what FLUX.2 has
-beside (checked in 0.42.1). All others go through from_single_file, which would download a config unless it gets a
-folder with one; we write it from the variant's `vae_config`.
+"""Loading a family's VAE, offline and completely, from a diffusers folder or a single file of ComfyUI's: of FLUX by
+diffusers' converter, which lacks what FLUX.2 has beside (0.42.1); else by from_single_file, with the variant's config.
 """
 
 from __future__ import annotations
@@ -32,10 +29,10 @@ _LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
 
 
 def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dtype: torch.dtype) -> Any:
-    """The family's VAE on the CPU, in eval mode and without gradients. variant: whose vae_config describes a single
-    file; None takes the family's first. path: VAE folder, pipeline folder with one, or single safetensors file. dtype:
-    of the parameters; buffers stay float32, for FLUX.2 normalises latents by statistics kept in them. Raises:
-    ValueError if the path holds no VAE of this family's class, or not all of its weights."""
+    """The family's VAE on the CPU, without gradients. variant: whose vae_config describes a single file; None for the
+    family's first. path: VAE folder, pipeline folder, or safetensors file. dtype: of the parameters; buffers, such as
+    FLUX.2's statistics of latents, stay float32. Raises: ValueError for no VAE of this class, or not all its
+    weights."""
     source = find_vae(path)
     if source.is_dir():
         import diffusers
@@ -122,8 +119,8 @@ def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def as_damage(path: Path, kind: str, remedy: str) -> Iterator[None]:
-    """Whatever a library raises for a folder's files, or a single file, becomes one message that names it. What no
-    other files would mend passes: a missing package, too little memory, a disk that fails, a lack of rights."""
+    """Whatever a library raises for files becomes one message that names them, but for what no others would mend: a
+    missing package, too little memory, a disk that fails, a lack of rights."""
     try:
         yield
     except (ImportError, MemoryError, torch.OutOfMemoryError):

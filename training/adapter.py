@@ -54,22 +54,16 @@ class LoraHandle:
         return sum(map(is_of_text, self.parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out].
-
-        Of LoKr ".lokr_w1" [out1, in1], and ".lokr_w2" [out2, in2] or its factors ".lokr_w2_a" [out2, R] and
-        ".lokr_w2_b" [R, in2]: the Kronecker product of the two is [out, in]. Of LoHa ".hada_w1_a" and ".hada_w2_a"
-        [out, R], ".hada_w1_b" and ".hada_w2_b" [R, in]. Of OFT ".oft_blocks" [out / b, b, b].
-        """
+        """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out]; of
+        LoKr ".lokr_w1" [out1, in1], and ".lokr_w2" [out2, in2] or ".lokr_w2_a" [out2, R] and ".lokr_w2_b" [R, in2]; of
+        LoHa ".hada_w1_a" and ".hada_w2_a" [out, R], "_b" [R, in]; of OFT ".oft_blocks" [out / b, b, b]."""
         return {
             _file_name(name): parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters().items()
         }
 
     def tensors_for_comfyui(self) -> dict[str, Tensor]:
-        """As tensors(), with DoRA's magnitude restated so that ComfyUI computes the trained layer.
-
-        DoRA is m (W + sBA) / |W + sBA|, row by row; ComfyUI (0.33) divides by |W| instead. m |W| / |W + sBA| in place
-        of m makes both the same at strength 1. Without DoRA this is tensors().
-        """
+        """As tensors(), with DoRA's m restated as m |W| / |W + sBA|: DoRA is m (W + sBA) / |W + sBA|, row by row, and
+        ComfyUI (0.33) divides by |W| instead. Both are the same at strength 1."""
         tensors = self.tensors()
         for name in [name for name in tensors if name.endswith(".dora_scale")]:
             layer: Any = self.model.get_submodule(name.removesuffix(".dora_scale"))
@@ -78,14 +72,9 @@ class LoraHandle:
 
     @torch.no_grad()
     def start_from(self, layers: Mapping[str, Mapping[str, Tensor]], strength: float) -> None:
-        """Take over the layers of a LoRA file, as checkpoints/lora_start.py reads them; others stay fresh.
-
-        A smaller rank is filled up: with rows of A that are random, as they are, and columns of B that are zero.
-
-        Args:
-            strength: alpha / rank of this adapter, which the file's is divided by.
-        Raises: ValueError for LoKr that is cut otherwise, or a layer that is not here.
-        """
+        """Take over the layers of a LoRA file (checkpoints/lora_start.py); others, and rows of A and columns of B
+        beyond its rank, stay fresh. strength: alpha / rank of this adapter, which the file's is divided by. Raises:
+        ValueError for LoKr that is cut otherwise, or a layer that is not here."""
         for name, given in layers.items():
             layer: Any = self._text_layer(name, given) if is_of_text(name) else self.model.get_submodule(name)
             kinds: dict[str, Any] = {kind: getattr(layer, kind, {}) for kind in (*LOKR, *LOHA, OFT)}
@@ -128,8 +117,7 @@ class LoraHandle:
         return layer
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put saved tensors back, bit for bit. Raises: ValueError if they are not exactly this adapter's; names the
-        first difference."""
+        """Put saved tensors back, bit for bit. Raises: ValueError naming the first that is not this adapter's."""
         parameters = {_file_name(name): parameter for name, parameter in self.parameters().items()}
         if parameters.keys() != tensors.keys():
             differing = sorted(parameters.keys() ^ tensors.keys())
@@ -175,8 +163,8 @@ def _file_name(parameter_name: str) -> str:
 
 
 def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
-    """The fqns of the linears that LoRA adapts, in module order; those of text encoders that are attached last. Raises:
-    ValueError for patterns that match no linear, or a model whose attention nobody can tell by its names."""
+    """The fqns of the linears that LoRA adapts, in module order, those of text encoders last. Raises: ValueError for
+    patterns that match no linear, or a model whose attention nobody can tell by its names."""
     left_out = tuple(pattern for pattern in settings.targets if pattern.startswith("!"))
     patterns = tuple(pattern for pattern in settings.targets if pattern not in left_out)
     if settings.layers:
@@ -205,14 +193,9 @@ def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) 
 
 
 def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *, seed: int) -> LoraHandle:
-    """Attach a fresh LoRA in place: A random, B zero, so the model's output does not change yet. LoKr and LoHa
-    likewise, where one factor is zero, and OFT, whose blocks are zero.
-
-    A is drawn on the CPU from seed alone, so it is the same however the model is split. Every LoRA weight is in
-    settings.dtype, on the device of the layer it adapts, and the only thing that requires gradients afterwards.
-
-    Raises: ValueError for target patterns that match no linear.
-    """
+    """Attach a fresh LoRA in place, which changes no output yet: A random, B zero (one factor of LoKr and LoHa, all of
+    OFT). It is drawn on the CPU from seed alone, however the model is split, in settings.dtype on its layer's device,
+    and is all that requires gradients afterwards. Raises: as find_targets."""
     from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 
     targets = find_targets(model, family, settings)

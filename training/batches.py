@@ -102,8 +102,7 @@ class CachedSamples:
         return ""
 
     def trained_on(self, index: int) -> list[Any]:
-        """Plain values that decide what is computed of a sample, wherever its files lie. Raises: OSError if its mask
-        has gone."""
+        """Plain values that decide what is computed of a sample. Raises: OSError if its mask has gone."""
         sample = self.samples[index]
         mask = file_fingerprint(sample.mask_path) if self.use_masks and sample.mask_path else ""
         entries = [sample.latents_key, *sample.text_keys, *sample.other_text_keys]
@@ -118,8 +117,8 @@ class CachedSamples:
         return self.read_text({name: each for key in keys for name, each in self._entry(key).items()})
 
     def load(self, indices: Sequence[int], captions: Sequence[int]) -> LoadedBatch:
-        """Read the samples of one batch, as Batch has them; all must be of one bucket and length. Raises: RuntimeError
-        if an entry is gone from the cache, or its text states are of another length than others."""
+        """Read the samples of one batch, as Batch has them, of one bucket and length. Raises: RuntimeError for an entry
+        that is gone, or text states of several lengths."""
         stored = [self._entry(self.samples[i].latents_key) for i in indices]
         entries = [self.add_silence(entry) for entry in stored]
         is_silent = all(len(entry) > len(own) for entry, own in zip(entries, stored, strict=True))
@@ -202,14 +201,8 @@ def loss_weights(
     is_silent: bool = False,
 ) -> torch.Tensor | None:
     """Weights of a batch's losses, of those of its samples, [B], or None; given: how packed latents are taken apart.
-
-    The loss of several streams is the sum of each stream's mean, as LTX-2's own trainer has it: in the mean of all
-    values a video would leave its sound a few hundredths.
-
-    Args:
-        mask: of packed latents, by which each stream's mean is weighted. [B, 1, 1, 1, N]
-        is_silent: whether the samples have no sound of their own, so that the first stream alone counts.
-    """
+    The loss of several streams is the sum of their means (LTX-2's own trainer). mask: weighs each mean. [B, 1, 1, 1, N]
+    is_silent: whether the first stream alone counts."""
     sizes = [math.prod(shape) for shape in stream_shapes(given)]
     if not sizes:
         return of_samples
@@ -233,8 +226,7 @@ def _packed(mask: torch.Tensor, shapes: Sequence[tuple[int, ...]], others: float
 def _noise_masks(
     entries: Sequence[Mapping[str, torch.Tensor]], texts: Sequence[dict[str, torch.Tensor]], latents: torch.Tensor
 ) -> torch.Tensor | None:
-    """Of the entries of the latents, or of what conditions them, from whose texts they are taken; None without any.
-    [B, 1 or C, F, H, W]"""
+    """Of the latents' entries, or taken from those of what conditions them; None without. [B, 1 or C, F, H, W]"""
     found = [
         texts[i].pop(NOISE_MASK, None) if (own := each.get(NOISE_MASK)) is None else own
         for i, each in enumerate(entries)
@@ -248,17 +240,16 @@ def _noise_masks(
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The text states of several captions as one batch, name -> [B, S, D] or [B, D]. entries: name -> [S, D] or [D],
-    the same names in each. Raises: RuntimeError for lengths that differ."""
+    """Text states as one batch: name -> [S, D] or [D] of each to [B, S, D] or [B, D]. Raises: RuntimeError for lengths
+    that differ."""
     joined: dict[str, torch.Tensor] = {}
     for name in entries[0]:
         states = [entry[name] for entry in entries]
         lengths = sorted({each.shape[0] if each.ndim else 1 for each in states})
         if len(lengths) > 1:
             raise RuntimeError(
-                f"{name} of one batch have lengths {lengths} in the cache, and this model's text encoder "
-                "makes all equally long; find what does not belong there with devicebridge cache --verify, or choose "
-                "another cache.folder"
+                f"{name} of one batch have lengths {lengths} in the cache, and this model's are equally long; find "
+                "what does not belong there with devicebridge cache --verify, or choose another cache.folder"
             )
         joined[name] = _stacked(states)
     return joined

@@ -1,10 +1,5 @@
-"""Before the first step: whether compiled blocks compute what uncompiled ones do, in outputs and gradients.
-
-Every block is compared alone, with the inputs that it has in the model and one random gradient of its outputs. A second
-uncompiled pass, its inputs and gradient off by as much as their type rounds them, says what rounding explains. What is
-further off is looked at again, with other random numbers. What passes a block by would hide what it adds: it is taken
-off, and scaled to a sixteenth, which the block's first norm undoes. The half of a fresh LoRA that is zero is not zero
-meanwhile. Reasons and figures: docs/decisions/0012-compiled-gradients.md.
+"""Before the first step: whether compiled blocks compute what uncompiled ones do, in outputs and gradients, as far as
+rounding does not explain it. The method, its reasons and figures: docs/decisions/0012-compiled-gradients.md.
 """
 
 from __future__ import annotations
@@ -41,15 +36,10 @@ _NUM_TRIES = 3  # with other random numbers, before a block is wrong
 
 
 def check_compiled(trainer: Trainer) -> list[BlockDifference]:
-    """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
-
-    All ranks decide the same. The next microbatch of every copy of the model goes through the compiled blocks, each of
-    which is compared on the way. Nothing is changed by that but peaks of memory, which start anew. With dropout, which
-    draws other numbers in compiled blocks, nothing is compared. Other shapes of batches are not looked at.
-
-    Returns: a comparison of every block and call that could be told apart from rounding.
-    Raises: RuntimeError where ranks share the weights and blocks cannot be compiled: the others wait inside a forward.
-    """
+    """Go on uncompiled, on all ranks, where compiled blocks compute something else in the next microbatch of every copy
+    of the model, or the compiler fails. With dropout nothing is compared; peaks of memory start anew. Returns: a
+    comparison of every block and call that could be told apart from rounding. Raises: RuntimeError where ranks share
+    the weights and blocks cannot be compiled: the others wait inside a forward."""
     count = trainer.runner.num_replicas
     with trainer.trial():
         for microbatch in trainer.microbatches(count):
@@ -97,8 +87,8 @@ def _fault(trainer: Trainer, check: BlockCheck) -> str:
 
 
 class BlockDifference(NamedTuple):
-    """Of the tensor of a block that is the furthest off for what rounding explains. difference: |compiled - plain| /
-    |plain|; infinite where only one has values, or one is not finite. explained: what such a difference may be."""
+    """Of a block's tensor that is the furthest off for what rounding explains: |compiled - plain| / |plain|, infinite
+    where only one has values, or one is not finite; and what it may be."""
 
     name: str
     difference: float
@@ -145,13 +135,8 @@ def worst_of(comparisons: Sequence[BlockDifference]) -> BlockDifference | None:
 def compare_forwards(
     compiled: Forward, plain: Forward, arguments: Arguments, trained: Mapping[str, nn.Parameter]
 ) -> BlockDifference | None:
-    """Run a block's two forwards, and backwards where gradients are on; None where nothing can be told.
-
-    Arguments, the parameters' gradients and the caller's graph are left alone; numbers are drawn from the device's
-    generator. Beside a block at work this holds up to four tensors of the size of each input that passes by.
-
-    trained: the block's parameters that train.
-    """
+    """Run a block's two forwards, and backwards where gradients are on; None where nothing can be told. Arguments,
+    gradients and graph are left alone. trained: the block's parameters that train."""
     with torch.no_grad():
         sizes = [output.shape for output in tensors_reached(plain(*arguments[0], **arguments[1]))]
     with _without_zeros(list(trained.values())):
@@ -165,8 +150,7 @@ def compare_forwards(
 
 @contextmanager
 def _without_zeros(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters that are all zeros are small numbers: the half of a fresh LoRA that keeps all gradients from
-    the other half."""
+    """Inside, the half of a fresh LoRA whose zeros keep gradients from the other half is small numbers."""
     with torch.no_grad():
         zeros = {each: each.detach().clone() for each in parameters if not each.any()}
         for each in zeros:
@@ -211,8 +195,8 @@ def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Ar
 def _results(
     forward: Forward, arguments: Arguments, trained: Mapping[str, nn.Parameter], directions: list[Tensor]
 ) -> dict[str, Tensor]:
-    """What a forward gives, and where gradients are on what its backward does, as samples by name. directions:
-    gradients of the outputs that have one; drawn if empty."""
+    """Samples of what a forward gives, and its backward where gradients are on. directions: gradients of the outputs;
+    drawn if empty."""
     own = map_tensors(arguments, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
     inputs, outputs = tensors_reached(own), tensors_reached(forward(*own[0], **own[1]))
     found = {f"output {index}": _added(output, inputs) for index, output in enumerate(outputs)}

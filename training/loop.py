@@ -1,7 +1,4 @@
-"""The training loop: what one step does, when the state is saved, and how a run ends.
-
-Batches are made on the CPU and moved to the main device; the runner (parallel/runner.py) knows the other devices.
-"""
+"""The training loop: what one step does, when the state is saved, and how a run ends."""
 
 from __future__ import annotations
 
@@ -126,14 +123,9 @@ class Trainer:
     def run(
         self, should_stop: Callable[[], bool], preflight: Callable[[Trainer], object] = lambda trainer: None
     ) -> bool:
-        """Train until the last step or until should_stop() is true between two steps; True if all steps are done.
-
-        Either way the state is saved, also where something breaks after a step that is not saved yet.
-
-        Args:
-            preflight: called before the first step through compiled blocks.
-        Raises: RuntimeError with what broke and what is saved.
-        """
+        """Train until the last step or until should_stop() is true between two steps; True if all steps are done. The
+        state is saved either way, and where something breaks. preflight: called before the first step through compiled
+        blocks. Raises: RuntimeError with what broke and what is saved."""
         self._saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
         try:
             self._advance(should_stop, preflight)
@@ -164,8 +156,7 @@ class Trainer:
             self._draw_if_due(should_stop)
 
     def _save_on_all_ranks(self) -> None:
-        """Save, if every rank would save the same. Raises: RuntimeError if the ranks have come apart, and then nothing
-        is saved."""
+        """Save, if every rank would save the same. Raises: RuntimeError, without saving, if they would not."""
         if self.ranks.is_launched and len(set(self.ranks.gather(fingerprint(self._parameters)))) > 1:
             self._is_sound = False
             raise RuntimeError(
@@ -221,11 +212,8 @@ class Trainer:
             self.events.emit("memory", self.step, self.job.train.steps, **memory)
 
     def train_step(self, learning_rate: float) -> float:
-        """One optimizer step over `accumulation` batches; returns the mean loss.
-
-        Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched, and if the weights
-            are not finite after the step before.
-        """
+        """One optimizer step; returns the mean loss. Raises: RuntimeError if loss or gradients are not finite, before
+        the weights are touched, or the weights of the step before."""
         settings = self.job.train
         self._chosen.clear()
         with sound_attention():
@@ -398,11 +386,8 @@ class Trainer:
         return self._averaged(self.job.output.use_ema)
 
     def save(self) -> Path:
-        """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it.
-
-        Raises: RuntimeError for weights that are not finite, before anything is written; OSError naming the file and
-            what helps if the disk refuses.
-        """
+        """Write a checkpoint, and a LoRA file beside it. Raises: RuntimeError for weights that are not finite, before
+        anything is written; OSError naming the file and what helps."""
         self._refuse_spoilt_weights()
         if not self.ranks.is_first:
             self._saved_at = self.step
@@ -431,10 +416,8 @@ class Trainer:
         return path
 
     def restore(self, state: TrainingState) -> None:
-        """Stand where the saved run stood, bit for bit as if it had not stopped, but for settings that were changed
-        since. Without such, the LoRA file beside the checkpoint is written: the saved run may have been killed before.
-
-        Raises: ValueError naming the file that is not of this run.
+        """Stand where the saved run stood, bit for bit, but for settings that were changed since; without such the LoRA
+        file beside it, which a kill may have prevented, is written. Raises: ValueError naming the file of another run.
         """
 
         def load_adapter() -> None:

@@ -1,13 +1,6 @@
-"""Which noise level a sample is trained at, what the model should predict there, what it predicts, and the loss.
-
-Flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the target is the velocity e - x. A timestep is
-drawn as a quantile u of a base distribution, in training at random, in evaluation fixed, for experts and ranges of
-noise levels restricted; then shifted towards noise: t' = s t / (1 + (s - 1) t). One of ComfyUI's own models
-(ModelFamily.host) makes noise and target of t' by its own rules.
-
-Everything random is drawn on the CPU from a generator seeded by what it is for (seed, step, ...). So a run is the same
-on one device and on several, and after it is resumed.
-"""
+"""Which noise level a sample is trained at, what the model should predict there, what it predicts, and the loss. Flow
+matching: x_t = (1 - t) x + t e, of t in [0, 1] by quantiles of a distribution, shifted: t' = s t / (1 + (s - 1) t); the
+target is e - x. ComfyUI's own models (ModelFamily.host) have rules of their own. Draws are on the CPU, by position."""
 
 from __future__ import annotations
 
@@ -49,8 +42,8 @@ class NoiseSchedule:
     sigma_range: tuple[float, float]
 
     def sigmas(self, quantiles: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Timesteps in sigma_range for quantiles in (0, 1), float64 to float32. [B] -> [B] num_tokens: image tokens of
-        the samples, for resolution-dependent shifts."""
+        """Timesteps in sigma_range for quantiles in (0, 1), float64 to float32. [B] -> [B] num_tokens: of one
+        sample."""
         factor = self.shift.factor(num_tokens)
 
         def quantile_of(sigma: float) -> float:
@@ -72,8 +65,8 @@ class NoiseSchedule:
 
 
 def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant: Variant) -> NoiseSchedule:
-    """The job's schedule: its settings, else the family's defaults. Raises: ValueError for an unknown shift preset,
-    which lists the family's, or an expert of a model that has none."""
+    """The job's settings, else the family's. Raises: ValueError for an unknown shift preset, an expert of a model that
+    has none, an empty range, or a weighting that is of other models."""
     spec = family.timesteps_of(variant)
     sampling = settings.timestep_sampling or spec.sampling
     shift = spec.shift if settings.shift == "" else settings.shift
@@ -117,11 +110,9 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
 
 
 def snr_weights(settings: ObjectiveConfig, kind: str, sigmas: torch.Tensor) -> torch.Tensor | None:
-    """Factor of each sample's loss by its ratio of signal to noise, 1 / sigma^2; None where all count alike. [B] -> [B]
-
-    For eps min(snr, gamma) / snr (arXiv 2303.09556) or 1 / sqrt(snr) (arXiv 2310.08442). An error of v is
-    (snr + 1) / snr times that of eps, so for v these are divided by that.
-    """
+    """Factor of each sample's loss by snr = 1 / sigma^2; None where all count alike. [B] -> [B] For eps
+    min(snr, gamma) / snr (arXiv 2303.09556) or 1 / sqrt(snr) (arXiv 2310.08442); an error of v is (snr + 1) / snr times
+    that of eps."""
     if not settings.loss_weighting:
         return None
     snr = sigmas.double().pow(-2)
@@ -149,8 +140,8 @@ def noise_latents(
     times: torch.Tensor,
     given: Mapping[str, torch.Tensor] = {},
 ) -> NoisyLatents:
-    """What a sample is trained on: clean latents and noise, both float32 [B, C, F, H, W], at times in 0..1. [B] given:
-    conditions of one of ComfyUI's own models; see HostModel.add_noise."""
+    """What a sample is trained on: latents and noise, float32 [B, C, F, H, W], at times in 0..1. [B] given: conditions;
+    see HostModel.add_noise."""
     if family.host is not None:
         return NoisyLatents(*family.host.add_noise(latents, noise, times, given))
     assert NOISE_MASK not in given, "only ComfyUI's own models read a noise mask"
@@ -169,13 +160,9 @@ def prediction_loss(
     mask: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean squared error of what the network says, computed in float32. [B, C, F, H, W] -> scalar
-
-    mask: weight per latent cell, [B, 1 or C, 1 or F, H, W] in 0..1; the loss is the weighted mean, so a small mask
-        does not weaken the step. A sample whose mask is all zero contributes nothing.
-    weights: factor of each sample's error, [B], or of each value's, [B or 1, 1, 1, 1, N]; other than a mask's, these do
-        weaken the step.
-    """
+    """Mean squared error in float32, [B, C, F, H, W] -> scalar. mask: in 0..1, [B, 1 or C, 1 or F, H, W]; the mean is
+    weighted by it, so that a small mask does not weaken the step. weights: factor of each sample's error, [B], or of
+    each value's, [B or 1, 1, 1, 1, N], which does."""
     error = (prediction.float() - target.float()).square()
     if weights is not None:
         factors = weights if weights.ndim == error.ndim else weights.view(-1, *[1] * (error.ndim - 1))
@@ -194,8 +181,8 @@ def predict(
     given: Mapping[str, torch.Tensor],
     guidance: float | None,
 ) -> torch.Tensor:
-    """What a model says of noisy latents, on the device of its output. [B, C, F, H, W] given: text and conditions by
-    name, as the family's make_inputs or its host takes them."""
+    """What a model says of noisy latents, on its output's device. [B, C, F, H, W] given: text and conditions by
+    name."""
     host = family.host
     if host is None:
         inputs = family.make_inputs(noisy, sigmas, given, guidance)
@@ -232,8 +219,7 @@ class NoisyBatch:
 
 @dataclass(frozen=True)
 class Objective:
-    """Makes noisy batches, and their losses. dtype: that the model computes in. pins: whether batches wait in memory
-    that a GPU reads by itself, so that the host need not wait for it."""
+    """Makes noisy batches, and their losses. dtype: that the model computes in. pins: batches are in pinned memory."""
 
     settings: ObjectiveConfig
     family: ModelFamily
@@ -305,11 +291,8 @@ _FACTOR, _FACTOR_BEFORE = 5.0, 3.0  # of the last window, and of the one before 
 
 
 def describe_growth(losses: Sequence[float]) -> str:
-    """A warning after a window of steps whose mean has risen far above the lowest one over two windows; else "".
-
-    The loss of single steps jumps with the noise that was drawn, by a factor of ten and more, so means over windows of
-    steps are compared, each without its highest losses.
-    """
+    """A warning where the mean over a window of steps, without its highest losses, has risen far above the lowest one
+    over two windows; else ""."""
     if len(losses) % _WINDOW or len(losses) < 3 * _WINDOW:
         return ""
     windows = [losses[start : start + _WINDOW] for start in range(0, len(losses), _WINDOW)]

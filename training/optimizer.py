@@ -48,16 +48,9 @@ _UNFIT = {
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, num_of_text: int = 0) -> AnyOptimizer:
-    """The optimizer of this name over these parameters, which may lie on several devices.
-
-    The last num_of_text of them, of text encoders, have the config's rate for these.
-
-    A name of _CLASSES is a class that is known to fit; anything else is the dotted name of a torch.optim.Optimizer
-    class, e.g. "prodigyopt.Prodigy". The learning rate is the config's, whatever its options say.
-
-    Raises: ValueError if the class is of a package that may not be imported, cannot be found, is no optimizer, cannot
-        be used here, or rejects the options.
-    """
+    """The optimizer of a name of _CLASSES or a dotted one over these parameters, of which the last num_of_text have the
+    config's rate for text encoders. Raises: ValueError if the class is of a package that may not be imported, cannot be
+    found or used here, is no optimizer, or rejects the options."""
     cls = _find_class(_CLASSES.get(config.name, config.name), config.allow_import)
     if config.kahan:
         return KahanSum(parameters, lambda shadows: _make(cls, shadows, config, num_of_text))
@@ -115,12 +108,8 @@ def _remedy(module: str) -> str:
 
 @dataclass
 class LossScale:
-    """What gradients are multiplied by on their way back, so that float16 holds the small ones.
-
-    By the rules of torch.amp.GradScaler, whose numbers these are: a step whose gradients overflow is left out and
-    halves the factor, and so many good ones in a row double it. The gradients of all devices and processes have been
-    added up by then, so they all leave out the same step.
-    """
+    """What gradients are multiplied by, so that float16 holds the small ones, by the rules and numbers of torch's
+    GradScaler: a step that overflows is left out and halves the factor, so many good ones in a row double it."""
 
     factor: float = 2.0**16
     num_good: int = 0
@@ -136,8 +125,7 @@ class LossScale:
                 each.grad.div_(self.factor)
 
     def allows(self, is_finite: bool) -> bool:
-        """Whether a step is made, or its gradients say why not: they are not finite, and the factor is as low as it
-        gets."""
+        """Whether a step is made, or refused since gradients are not finite and the factor is as low as it gets."""
         if is_finite:
             self.num_good += 1
             if self.num_good == _GROWTH_INTERVAL:
@@ -149,15 +137,8 @@ class LossScale:
 
 
 class KahanSum:
-    """Any optimizer over bfloat16 parameters, with Kahan summation: what rounding takes off is kept and added again.
-
-    A parameter is the sum of two bfloat16 numbers, of which the model sees the larger. For a step the optimizer is
-    given their float32 sum, and the gradient in float32; afterwards the sum is rounded to the first, and what is left
-    to the second. Between steps the float32 sums take no memory.
-
-    Args:
-        make: the optimizer of these float32 parameters.
-    """
+    """Any optimizer (make) over bfloat16 parameters with Kahan summation: a parameter is the sum of two bfloat16
+    numbers, of which the model sees the larger; for a step alone the optimizer is given their float32 sum."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -198,14 +179,8 @@ class KahanSum:
 
 
 class LoraAverage:
-    """The exponential moving average (EMA) of a LoRA's parameters, in float32 beside them: what it was over the last
-    steps, with less of each one's noise.
-
-    Args:
-        parameters: by name, as the optimizer changes them.
-        decay: share of the average that a step keeps. The first steps keep less, min(decay, (1 + t) / (10 + t)), so
-            that the fresh LoRA is soon forgotten.
-    """
+    """The exponential moving average (EMA) of a LoRA's parameters, in float32. A step keeps min(decay, (1 + t) / (10 +
+    t)) of it, so that the fresh LoRA is soon forgotten."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._parameters, self._decay = dict(parameters), decay
@@ -242,8 +217,7 @@ class LoraAverage:
         return {f"{_AVERAGE}{name}": each.cpu() for name, each in self._values.items()}
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], *, may_begin: bool = False) -> None:
-        """Put saved ones back, bit for bit; of none begin with the parameters as they are, if it may. Raises:
-        ValueError if they are of other parameters."""
+        """Put saved ones back, bit for bit; of none it may begin with the parameters. Raises: ValueError for others."""
         if not tensors and may_begin:
             tensors = {f"{_AVERAGE}{name}": each.detach() for name, each in self._parameters.items()}
         expected = {f"{_AVERAGE}{name}": each for name, each in self._values.items()}
@@ -263,8 +237,8 @@ AnyOptimizer = torch.optim.Optimizer | KahanSum
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """What the learning rate is multiplied by in step 0 .. num_steps - 1. Rises linearly over warmup_steps, reaching 1
-    in the step after them; then stays, or falls to min_factor in the last step, linearly or along half a cosine."""
+    """Of step 0 .. num_steps - 1: rises linearly over warmup_steps, is 1 in the step after them, then stays, or falls
+    to min_factor in the last step, linearly or along half a cosine."""
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.name == "constant":
@@ -275,8 +249,8 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) ->
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale the gradients down to a length of `limit` together; returns the length they had. Lengths are added up in
-    the order of the parameters: the sum has the same bits however devices share them."""
+    """Scale the gradients down to a length of `limit`; returns their length, added up in the order of the parameters:
+    the same bits however devices share them."""
     given = [each for each in parameters if each.grad is not None]
     by_device: dict[torch.device, list[int]] = {}
     for index, each in enumerate(given):
@@ -310,8 +284,8 @@ Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and 
 
 
 def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
-    """State of an optimizer for unpack_optimizer; tensors of torchao's 8-bit optimizers are taken apart. Raises:
-    ValueError for an optimizer that keeps something other than tensors and plain values."""
+    """State of an optimizer for unpack_optimizer; torchao's 8-bit tensors are taken apart. Raises: ValueError for other
+    than tensors and plain values."""
     if isinstance(optimizer, KahanSum):
         inner, described = pack_optimizer(optimizer.inner)
         return inner | {f"kahan.{index}": each.cpu() for index, each in enumerate(optimizer.rests)}, described
@@ -332,13 +306,9 @@ def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
 
 
 def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed, *, keeps_rates: bool = False) -> None:
-    """Put packed state, bit for bit, into a fresh optimizer over the same parameters in the same order.
-
-    Args:
-        keeps_rates: the optimizer keeps rates and weight decay that it was made with, and its number of groups: those
-            beyond the saved ones begin with what the last of these had found.
-    Raises: ValueError if it is of another optimizer or of other parameters; names the first value that shows it.
-    """
+    """Put packed state, bit for bit, into a fresh optimizer over the same parameters in the same order. keeps_rates: it
+    keeps its own rates, weight decay and number of groups, of which further ones begin with what the last had found.
+    Raises: ValueError naming the first value of another optimizer or other parameters."""
     tensors, values = packed
     if isinstance(optimizer, KahanSum):
         for index, rest in enumerate(optimizer.rests):

@@ -1,8 +1,5 @@
-"""The checkpoints of a run: full states on disk, complete or not there at all.
-
-A checkpoint is a folder that is written under a temporary name, synced and renamed. state.json holds the digests of the
-other files, and of itself, so that later damage is found. Tensors are safetensors, everything else is JSON.
-"""
+"""The checkpoints of a run: folders that are written under a temporary name, synced and renamed, with the digests of
+all files in state.json. Tensors are safetensors, everything else is JSON."""
 
 from __future__ import annotations
 
@@ -50,28 +47,22 @@ class DamagedCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a run needs to continue.
+    """What a run needs to continue."""
 
-    Args:
-        step: optimizer steps done.
-        adapter: LoRA tensors. optimizer: what pack_optimizer returned. random: generator states by device name.
-        facts: plain values: job config, dataset fingerprint, position in the data, losses so far.
-        path: where it was read from.
-        own: the facts that were saved with it, where change_facts has put others over them.
-    """
-
-    step: int
+    step: int  # optimizer steps done
     adapter: dict[str, torch.Tensor]
-    optimizer: tuple[dict[str, torch.Tensor], dict[str, Any]]
-    random: dict[str, torch.Tensor]
-    facts: dict[str, Any] = field(default_factory=dict)
-    path: Path | None = None
-    own: dict[str, Any] = field(default_factory=dict)
+    optimizer: tuple[dict[str, torch.Tensor], dict[str, Any]]  # of pack_optimizer
+    random: dict[str, torch.Tensor]  # generator states by device name
+    facts: dict[str, Any] = field(default_factory=dict)  # plain values: job, dataset, position in the data, losses
+    path: Path | None = None  # where it was read from
+    own: dict[str, Any] = field(
+        default_factory=dict
+    )  # facts saved with it, where change_facts has put others over them
 
 
 def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
-    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns the new folder. Raises: OSError naming
-    the file if the disk refuses; the checkpoints that are there stay whole."""
+    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns it. Raises: OSError naming the file; the
+    checkpoints that are there stay whole."""
     final = folder / f"step-{state.step:06d}"
     working = folder / f".{final.name}.{os.getpid()}.tmp"
     shutil.rmtree(working, ignore_errors=True)
@@ -105,8 +96,7 @@ def unsaved(path: Path, error: OSError) -> OSError:
 
 
 def change_facts(state: TrainingState, facts: Mapping[str, Any]) -> TrainingState:
-    """The state with these facts over its own, from now on; {} takes them back. The files that were saved stay. Raises:
-    OSError naming the file."""
+    """The state with these facts over its own, from now on; {} takes them back. Raises: OSError naming the file."""
     assert state.path is not None
     if facts:
         write_atomically(state.path / _CHANGED, _sealed(facts))
@@ -149,14 +139,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_newest(folder: Path, check: Callable[[TrainingState], None]) -> TrainingState | None:
-    """The newest checkpoint of a run; None if there is none.
-
-    Damaged ones that are newer are kept under another name, and a warning says which steps are trained again.
-
-    Args:
-        check: raises DamagedCheckpoint for facts that a run cannot continue from.
-    Raises: ValueError if none is whole, or the newest is of another version of this format.
-    """
+    """The newest checkpoint of a run that is whole and that check accepts; None if there is none. Damaged ones that are
+    newer are kept under another name. Raises: ValueError if none is whole, or the newest is of another version."""
     damaged: list[tuple[Path, DamagedCheckpoint]] = []
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -186,11 +170,8 @@ def load_newest(folder: Path, check: Callable[[TrainingState], None]) -> Trainin
 
 
 def load_checkpoint(path: Path) -> TrainingState:
-    """Read a checkpoint back, and compare it with the digests that were written with it (version 1 had none).
-
-    Raises: DamagedCheckpoint naming the file if it is not what was written; ValueError if it was written by another
-        version of this format.
-    """
+    """Read a checkpoint back, and compare it with its digests (version 1 had none). Raises: DamagedCheckpoint naming
+    the file; ValueError for another version of this format."""
     file, changed = path / _STATE, path / _CHANGED
     facts, over = _read_sealed(file), _read_sealed(changed) if os.path.lexists(changed) else {}
     version, digests = facts.pop("version", None), facts.pop("files", {})
