@@ -111,11 +111,8 @@ class JobConfig:
                 f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
                 f'"{strategy}" puts all of it on every device; remove one of the two'
             )
-        if self.optimizer.kahan and self.lora.dtype != "bfloat16":
-            raise ValueError(
-                f'optimizer.kahan is for a LoRA that is held in bfloat16, and lora.dtype is "{self.lora.dtype}", which '
-                "needs none; remove one of the two"
-            )
+        if self.optimizer.kahan:  # of two numbers in bfloat16 a weight took the memory of one in float32
+            object.__setattr__(self, "lora", dataclasses.replace(self.lora, dtype="float32"))
         encoders = ("text_source", "latent_source", "stock_clip", "stock_vae", "stock_audio_vae", "stock_vision")
         if self.data.encoded and (given := [name for name in encoders if getattr(self.cache, name)]):
             raise ValueError(f"cache.{given[0]} is for images; data.encoded is encoded already; remove one of the two")

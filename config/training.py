@@ -38,8 +38,7 @@ class LoraSettings:
             lokr it is DoKr.
         targets: Which linear layers get a LoRA: patterns over diffusers names, with * for anything; !pattern leaves
             layers out. Left out: those that layers says.
-        dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps; see
-            optimizer.kahan.
+        dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps.
         kind: lora, or lokr (LyCORIS), which multiplies two small matrices into a large one (Kronecker product): a
             smaller file for the same size of change. loha (LyCORIS) multiplies two LoRAs value by value: a change of up
             to rank squared, slower and with more memory. oft rotates a layer's outputs in blocks of rank rows, and
@@ -177,9 +176,7 @@ class OptimizerConfig:
         options: Further keyword arguments of the optimizer class.
         allow_import: Whether the class may be of a package that the pack does not list. Importing a package runs its
             code: allow it only in a job file that you wrote or read. Such a job starts on the command line only.
-        kahan: With lora.dtype bfloat16: keep what rounding takes off each weight, and add it at the next step (Kahan
-            summation), so that small steps count. Takes 2 bytes per trained value between steps, 8 more in them. Works
-            with every optimizer.
+        kahan: Of earlier versions: now the same as lora.dtype float32, which takes as much memory and rounds nothing.
     """
 
     name: str = "adamw"

@@ -311,21 +311,20 @@ class Forecaster:
             yield Moment("loading", 0, 0, self.largest_layer + copies, 0, has_lora=False)
 
 
-def optimizer_bytes(name: str, lora_dtype: str, *, kahan: bool = False, ema: bool = False) -> Optimizer:
-    """What an optimizer holds per trained value; the state of one that is not known here is measured. kahan: it keeps
-    what rounding leaves in bfloat16, and steps in float32. ema: an average is kept, in float32."""
-    size = 4 if kahan else getattr(torch, lora_dtype).itemsize
+def optimizer_bytes(name: str, lora_dtype: str, *, ema: bool = False) -> Optimizer:
+    """What an optimizer holds per trained value; the state of one that is not known here is measured. ema: an average
+    is kept, in float32."""
+    size = getattr(torch, lora_dtype).itemsize
     if name == "adamw":
         found = Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
     elif name == "adamw8bit":
         found = Optimizer(state=2 * (1 + 4 / 256), step=0.0)  # two moments, a float32 per 256 values; one by one
     else:
         with torch.inference_mode(False), torch.enable_grad():
-            parameter = nn.Parameter(torch.ones(64, 64, dtype=torch.float32 if kahan else getattr(torch, lora_dtype)))
+            parameter = nn.Parameter(torch.ones(64, 64, dtype=getattr(torch, lora_dtype)))
             parameter.grad = torch.zeros_like(parameter)
             optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
             optimizer.step()
-            assert isinstance(optimizer, torch.optim.Optimizer)
             held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
         found = Optimizer(sum(value.numel() * value.element_size() for value in held) / parameter.numel(), size)
-    return Optimizer(found.state + 2 * kahan + 4 * ema, found.step + 8 * kahan)
+    return Optimizer(found.state + 4 * ema, found.step)

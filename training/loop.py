@@ -422,6 +422,9 @@ class Trainer:
 
         def load_adapter() -> None:
             trained, average = split_average(state.adapter)
+            if "kahan.0" in state.optimizer[0]:  # of an earlier version, whose weights were sums of two numbers
+                for index, name in enumerate(self.lora.tensors()):
+                    trained[name] = trained[name].float() + state.optimizer[0][f"kahan.{index}"]
             self.lora.load_tensors(trained)
             if self._average is not None:
                 self._average.load_tensors(average, may_begin=is_changed)
@@ -446,7 +449,7 @@ class Trainer:
         for name, load in parts.items():
             try:
                 load()
-            except (ValueError, RuntimeError, TypeError) as error:
+            except (ValueError, RuntimeError, TypeError, KeyError) as error:
                 raise ValueError(f"{state.path}/{name} is not of this run: {first_line(error)}") from error
         self.runner.sync()
         if state.path is not None and self.ranks.is_first and not is_changed:

@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,19 +47,13 @@ _UNFIT = {
 }
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, num_of_text: int = 0) -> AnyOptimizer:
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, num_of_text: int = 0
+) -> torch.optim.Optimizer:
     """The optimizer of a name of _CLASSES or a dotted one over these parameters, of which the last num_of_text have the
     config's rate for text encoders. Raises: ValueError if the class is of a package that may not be imported, cannot be
     found or used here, is no optimizer, or rejects the options."""
     cls = _find_class(_CLASSES.get(config.name, config.name), config.allow_import)
-    if config.kahan:
-        return KahanSum(parameters, lambda shadows: _make(cls, shadows, config, num_of_text))
-    return _make(cls, parameters, config, num_of_text)
-
-
-def _make(
-    cls: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], config: OptimizerConfig, num_of_text: int
-) -> torch.optim.Optimizer:
     options = {**config.options, "lr": config.learning_rate}
     if "weight_decay" in inspect.signature(cls).parameters:
         options.setdefault("weight_decay", config.weight_decay)
@@ -136,48 +130,6 @@ class LossScale:
         return True
 
 
-class KahanSum:
-    """Any optimizer (make) over bfloat16 parameters with Kahan summation: a parameter is the sum of two bfloat16
-    numbers, of which the model sees the larger; for a step alone the optimizer is given their float32 sum."""
-
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> None:
-        self.parameters = list(parameters)
-        self.rests = [torch.zeros_like(each, requires_grad=False) for each in self.parameters]
-        self._shadows = [nn.Parameter(each.detach().float()) for each in self.parameters]
-        self.inner = make(self._shadows)
-        self._free()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    @torch.no_grad()
-    def step(self) -> None:
-        given = [index for index, each in enumerate(self.parameters) if each.grad is not None]
-        for index in given:
-            parameter, shadow = self.parameters[index], self._shadows[index]
-            shadow.untyped_storage().resize_(shadow.numel() * shadow.element_size())
-            shadow.copy_(parameter).add_(self.rests[index])
-            shadow.grad = parameter.grad.float()  # type: ignore[union-attr]
-        self.inner.step()
-        for index in given:
-            parameter, shadow = self.parameters[index], self._shadows[index]
-            parameter.copy_(shadow)
-            self.rests[index].copy_(shadow - parameter)
-        self._free()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.parameters:
-            each.grad = None if set_to_none or each.grad is None else each.grad.zero_()
-
-    def _free(self) -> None:
-        for shadow in self._shadows:
-            shadow.grad = None
-            shadow.untyped_storage().resize_(0)
-
-
 class LoraAverage:
     """The exponential moving average (EMA) of a LoRA's parameters, in float32. A step keeps min(decay, (1 + t) / (10 +
     t)) of it, so that the fresh LoRA is soon forgotten."""
@@ -233,9 +185,6 @@ def split_average(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
     return {name: each for name, each in tensors.items() if name not in average}, average
 
 
-AnyOptimizer = torch.optim.Optimizer | KahanSum
-
-
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
     """Of step 0 .. num_steps - 1: rises linearly over warmup_steps, is 1 in the step after them, then stays, or falls
     to min_factor in the last step, linearly or along half a cosine."""
@@ -264,7 +213,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     return length.item()
 
 
-def set_learning_rate(optimizer: AnyOptimizer, value: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Set it in every group, or its share of it; torchao keeps it as a tensor, which is filled in place."""
     for group in optimizer.param_groups:
         own = value * group.get(_SHARE, 1)
@@ -283,12 +232,9 @@ _CPU = torch.device("cpu")
 Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and what else there is to say
 
 
-def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> Packed:
     """State of an optimizer for unpack_optimizer; torchao's 8-bit tensors are taken apart. Raises: ValueError for other
     than tensors and plain values."""
-    if isinstance(optimizer, KahanSum):
-        inner, described = pack_optimizer(optimizer.inner)
-        return inner | {f"kahan.{index}": each.cpu() for index, each in enumerate(optimizer.rests)}, described
     entries = [
         (f"state.{index}.{name}", value, parameter.device)
         for index, parameter in enumerate(_parameters(optimizer))
@@ -305,18 +251,11 @@ def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
     return tensors, values
 
 
-def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed, *, keeps_rates: bool = False) -> None:
+def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: Packed, *, keeps_rates: bool = False) -> None:
     """Put packed state, bit for bit, into a fresh optimizer over the same parameters in the same order. keeps_rates: it
     keeps its own rates, weight decay and number of groups, of which further ones begin with what the last had found.
     Raises: ValueError naming the first value of another optimizer or other parameters."""
     tensors, values = packed
-    if isinstance(optimizer, KahanSum):
-        for index, rest in enumerate(optimizer.rests):
-            found = tensors.get(f"kahan.{index}")
-            if found is None or found.shape != rest.shape:
-                raise ValueError(f"kahan.{index} is not of this optimizer over {len(optimizer.rests)} parameters")
-            rest.copy_(found)
-        optimizer = optimizer.inner
     parameters, groups = _parameters(optimizer), optimizer.param_groups
     own = [{name: group[name] for name in _OF_JOB if name in group} for group in groups]
     last = max((int(key.split(".")[1]) for key in values if re.match(r"group\.\d+\.", key)), default=0)
