@@ -331,8 +331,14 @@ def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any])
             rows = TokenParallel(cards.models, cards.devices, plan, (1.0,) * len(cards.models))
             rows.attach()
             whole, indices = TokenModel(cards.models, cards.devices, rows), list(map(id, cards.models))
+
+            def work() -> None:
+                # Else one thread of torch's computes the backwards of all ranks of a GPU, which wait for each other.
+                with torch.autograd.set_multithreading_enabled(False):
+                    whole.through(lambda model, _: of_card(indices.index(id(model)))).backward()
+
             try:
-                whole.together(lambda: whole.through(lambda model, _: of_card(indices.index(id(model)))).backward())
+                whole.together(work)
             finally:
                 rows.remove()
     finally:
