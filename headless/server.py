@@ -169,7 +169,8 @@ def _ask_comfy_cli() -> Path | None:
     try:
         command = [str(find_comfy_cli()), "--skip-prompt", "--json", "which"]
         answer = processes.run(command, timeout_s=60, environment=QUIET)
-        return Path(json.loads(answer or "")["data"]["workspace_path"])
+        place = json.loads(answer or "")["data"]["workspace_path"]
+        return Path(place) if place else None  # without a workspace it is empty, which would be the folder we are in
     except (RuntimeError, ValueError, LookupError, TypeError):
         return None
 

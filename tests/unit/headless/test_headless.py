@@ -353,6 +353,16 @@ def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: p
     assert found == other / "python", "ComfyUI starts in its own folder; a link is a virtual environment"
 
 
+def test_a_comfy_cli_without_a_workspace_names_no_comfyui(comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its empty text would be the folder that we are in."""
+    monkeypatch.chdir(comfyui)
+    monkeypatch.setattr(server, "find_comfy_cli", lambda: Path("comfy"))
+    for place, found in ((str(comfyui), comfyui), ("", None)):
+        answer = json.dumps({"data": {"workspace_path": place}})
+        monkeypatch.setattr(server.processes, "run", lambda *_, answer=answer, **__: answer)
+        assert server._ask_comfy_cli() == found
+
+
 def test_comfyuis_own_python_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.find_python(tmp_path) == Path(sys.executable)
     own = tmp_path / ".venv" / "bin" / "python"
