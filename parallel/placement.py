@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
 from .block_lists import block_fqns, placed_blocks
+
+Stage = TypeVar("Stage")
 
 
 @dataclass(frozen=True)
@@ -182,8 +185,17 @@ def plan_placement(
     used = list(devices[: len(blocks)])
     limits = [(budget_bytes or {}).get(device) for device in used]
     shares = [float(value or 1) for value in capacity[: len(used)]] or [1.0] * len(used)
-    cuts = _best_cuts(list(block_cost), sizes, limits, float(main_cost), main_bytes, shares)
-    if cuts is None:
+    cost_before, bytes_before = list(accumulate(block_cost, initial=0.0)), list(accumulate(sizes, initial=0))
+
+    def load(index: int, start: int, end: int) -> tuple[float, int, int] | None:
+        limit, own_cost, own_bytes = limits[index], *((float(main_cost), main_bytes) if index == 0 else (0.0, 0))
+        if limit is not None and bytes_before[end] - bytes_before[start] + own_bytes > limit:
+            return None
+        return (cost_before[end] - cost_before[start] + own_cost) / shares[index], start, end
+
+    # Of cuts with the same maximum the first card gets least: it has activations of front and tail, too.
+    runs = find_cuts(len(blocks), len(used), load, lambda runs: max(cost for cost, _, _ in runs))
+    if runs is None:
         named = ("unlimited" if limit is None else f"{limit / 1e9:.2f} GB" for limit in limits)
         limited = ", ".join(map(" ".join, zip(map(str, used), named, strict=True)))
         raise ValueError(
@@ -191,42 +203,36 @@ def plan_placement(
             f"(embeddings and last layers take {main_bytes / 1e9:.2f} GB, always on {used[0]}; the largest block "
             f"{max(sizes) / 1e9:.2f} GB). Raise memory_limit_gb, name another device"
         )
-    return _cut(blocks, used, cuts)
+    return _cut(blocks, used, [(start, end) for _, start, end in runs])
 
 
-def _best_cuts(
-    cost: list[float],
-    sizes: list[int],
-    limits: list[int | None],
-    main_cost: float,
-    main_bytes: int,
-    capacity: list[float],
-) -> list[tuple[int, int]] | None:
-    """Runs [start, end) per device with the smallest maximum cost that fit the limits; None if there are none. By
-    (devices used, blocks placed). Of cuts with the same maximum the later one wins: the main device holds activations
-    of front and tail, too, and is not given more than it must."""
-    num_blocks = len(cost)
-    cost_before, bytes_before = list(accumulate(cost, initial=0.0)), list(accumulate(sizes, initial=0))
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # per stage: blocks placed -> (max cost, start)
-    for stage, limit in enumerate(limits):
-        options: dict[int, tuple[float, int]] = {}
-        own_cost, own_bytes = (main_cost, main_bytes) if stage == 0 else (0.0, 0)
-        for start, (so_far, _) in best[-1].items():
-            for end in range(start + 1, num_blocks - (len(limits) - 1 - stage) + 1):
-                if limit is not None and bytes_before[end] - bytes_before[start] + own_bytes > limit:
-                    break
-                worst = max(so_far, (cost_before[end] - cost_before[start] + own_cost) / capacity[stage])
-                if end not in options or worst < options[end][0]:
-                    options[end] = (worst, start)
-        best.append(options)
-    if num_blocks not in best[-1]:
-        return None
-    cuts, end = [], num_blocks
-    for stage in range(len(limits), 0, -1):
-        start = best[stage][end][1]
-        cuts.append((start, end))
-        end = start
-    return cuts[::-1]
+def find_cuts(
+    num_blocks: int,
+    num_devices: int,
+    stage_of: Callable[[int, int, int], Stage | None],
+    cost: Callable[[Sequence[Stage]], Any],
+    bounds: Sequence[int] = (),
+) -> list[Stage] | None:
+    """The stages of the cheapest cut into one run of blocks per device; None if no cut fits. A dynamic programme.
+
+    Args:
+        stage_of: what a device does with blocks [start, end); None if they do not fit it.
+        cost: of the first stages, to be compared. It may not fall with one more, nor turn the order of two beginnings.
+        bounds: where the user cuts, ends included.
+    """
+    best: dict[int, tuple[Any, list[Stage]]] = {0: (None, [])}  # by blocks placed
+    for index in range(num_devices):
+        last = num_blocks - (num_devices - 1 - index)
+        ends = bounds[index + 1 : index + 2] or range(index + 1 if index < num_devices - 1 else last, last + 1)
+        options: dict[int, tuple[Any, list[Stage]]] = {}
+        for start, (_, stages) in best.items():
+            for end in ends:
+                if end > start and (stage := stage_of(index, start, end)) is not None:
+                    value = cost(found := [*stages, stage])
+                    if end not in options or value < options[end][0]:
+                        options[end] = value, found
+        best = options
+    return best[num_blocks][1] if num_blocks in best else None
 
 
 def plan_replicas(

@@ -1,27 +1,16 @@
-"""How much memory every card will take, added up from what its blocks cost; arithmetic on sizes.
-
-A card holds weights, LoRA with gradients and optimizer state, for every micro-batch in flight the inputs of its blocks
-and the activations of those that keep them, and what one block at work needs. The peak is the largest sum over the
-moments of a step:
-
-    forward of block i       inputs 0..i, kept activations 0..i-1, the forward's own peak
-    tail                     all inputs and kept activations, tail, loss and their backward
-    backward of block i      inputs 0..i, kept activations 0..i-1, recomputation and backward, gradients of i+1..
-    optimizer step           no activations; a copy as large as the trained weights while AdamW divides by it
-    sample picture           no gradients; one block's forward at the picture's size, if that is the larger one
-    loading                  weights, and the layer that is being rounded
+"""How much memory every card will take: the largest sum over the moments of a step, added up from its blocks' costs.
 
 Of offloaded inputs (parallel/offload/activations.py) those of NUM_WAITING blocks and of the block at work are on the
-card; in its backward one more that arrives, and NUM_WAITING only of other micro-batches. The CUDA context is not seen
-by torch's counters. What the allocator loses to rounding and fragments is a share of everything that comes and goes.
+card; in its backward one more that arrives, and NUM_WAITING only of other micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -39,66 +28,19 @@ from .costs import BlockCost, StepCost
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
 
-@dataclass(frozen=True)
-class Optimizer:
+class Optimizer(NamedTuple):
     """Bytes per trained value: state, and temporaries of a step."""
 
-    state: float = 8.0
-    step: float = 4.0
+    state: float
+    step: float
 
 
-@dataclass(frozen=True)
-class Backend:
+class Backend(NamedTuple):
     """What one kind of device adds to the bytes of tensors."""
 
     workspace: int = 2 * 32 * 2**20  # cuBLAS, per thread that runs forwards or backwards: 32 MiB on Hopper, else 8
     fragmentation: float = 0.10  # of activations and temporaries: a guess on the safe side
     context: int = 500_000_000  # the driver's own, once CUDA has started; read off nvidia-smi, differs by card
-
-
-@dataclass(frozen=True)
-class DeviceForecast:
-    """Bytes on one device at its peak, the moment.
-
-    Args:
-        weights: base weights, of blocks that stream two slots alone.
-        checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
-        kept: activations of the blocks that keep them, of all micro-batches held.
-        moving: what the moment needs besides. overhead: reserved and not allocated.
-    """
-
-    device: str
-    num_blocks: int
-    num_uncheckpointed: int
-    num_offloaded: int
-    held: int
-    weights: int
-    lora: int
-    gradients: int
-    optimizer: int
-    checkpoints: int
-    kept: int
-    moving: int
-    workspace: int
-    overhead: int
-    context: int
-    moment: str
-
-    @property
-    def allocated(self) -> int:
-        """As torch.cuda.max_memory_allocated."""
-        parts = (self.weights, self.lora, self.gradients, self.optimizer, self.checkpoints, self.kept, self.moving)
-        return sum(parts) + self.workspace
-
-    @property
-    def reserved(self) -> int:
-        """As torch.cuda.max_memory_reserved."""
-        return self.allocated + self.overhead
-
-    @property
-    def needed(self) -> int:
-        """Of the card's memory."""
-        return self.reserved + self.context
 
 
 @dataclass(frozen=True)
@@ -124,18 +66,53 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a device holds besides weights, LoRA and optimizer state."""
+    """What a device holds besides weights, LoRA and optimizer state.
 
-    name: str
+    Args:
+        checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
+        kept: activations of the blocks that keep them, of all micro-batches held. moving: what it needs besides.
+    """
+
+    moment: str
     checkpoints: int
     kept: int
     moving: int
     gradients: int
-    has_lora: bool = True
+    has_lora: bool = field(default=True, kw_only=True)
 
     @property
     def total(self) -> int:
         return self.checkpoints + self.kept + self.moving + self.gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceForecast(StagePlan, Moment):
+    """Bytes on the device of a stage at its peak, the moment. weights: base weights, of blocks that stream two slots
+    alone. overhead: reserved and not allocated."""
+
+    device: str
+    held: int
+    weights: int
+    lora: int
+    optimizer: int
+    workspace: int
+    overhead: int
+    context: int
+
+    @property
+    def allocated(self) -> int:
+        """As torch.cuda.max_memory_allocated."""
+        return self.weights + self.lora + self.optimizer + self.total + self.workspace
+
+    @property
+    def reserved(self) -> int:
+        """As torch.cuda.max_memory_reserved."""
+        return self.allocated + self.overhead
+
+    @property
+    def needed(self) -> int:
+        """Of the card's memory."""
+        return self.reserved + self.context
 
 
 @dataclass(frozen=True)
@@ -210,22 +187,16 @@ class Forecaster:
         state = int(trained * self.optimizer.state)
         moment = max(self._moments(plan, lora, trained), key=lambda each: each.total + each.has_lora * (lora + state))
         return DeviceForecast(
+            **vars(plan),
+            **vars(moment),
             device=name,
-            num_blocks=plan.num_blocks,
-            num_uncheckpointed=plan.num_uncheckpointed,
-            num_offloaded=plan.num_offloaded,
             held=self.held(plan.stage, plan.num_stages),
             weights=weights,
             lora=lora * moment.has_lora,
-            gradients=moment.gradients,
             optimizer=state * moment.has_lora,
-            checkpoints=moment.checkpoints,
-            kept=moment.kept,
-            moving=moment.moving,
             workspace=self.backend.workspace,
             overhead=int(moment.total * self.backend.fragmentation),
             context=self.backend.context,
-            moment=moment.name,
         )
 
     # ---- host memory

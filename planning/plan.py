@@ -111,7 +111,7 @@ def plan_training(question: Question) -> TrainingPlan:
         whole, shares = (cards[0],) * len(names), found.setting.row_shares
         placement = Placement(names, whole, cards[0], replicas=cards, row_shares=shares)
     else:
-        owners = (card for card, stage in zip(cards, found.stages, strict=True) for _ in range(stage.plan.num_blocks))
+        owners = (card for card, stage in zip(cards, found.stages, strict=True) for _ in range(stage.forecast.num_blocks))
         placement = Placement(names, tuple(owners), cards[0])
     pairs = zip(question.cards, devices, strict=True)
     over = ", ".join(_fill(card, device) for card, device in pairs if device.needed > card.usable_bytes)

@@ -1,16 +1,13 @@
 """Which setting is the fastest that fits, and the best cut of the model over the cards for each; and what is missing.
 
-For each candidate the cut and the blocks without activation checkpointing are searched; what the user has set is only
-checked. Where a setting does not fit, as few blocks as it takes stream from host memory. The time of a step with `a`
-micro-batches over stages that take t_k each, in seconds estimated from operations:
+What the user has set is only checked. The time of a step with `a` micro-batches over stages that take t_k each:
 
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
     data parallel         max(t_k * micro-batches of card k)             the whole model on each card
     tokens                a * max(t_k)                                   t_k with the card's share of the rows
 
-Embedders, tail, copies between cards and the optimizer are left out of t_k. A stage whose blocks stream takes as long
-as its copies if these take longer. One after the other, on cards equally fast, the cut evens out memory alone.
+Embedders, tail, copies between cards and the optimizer are left out of t_k.
 """
 
 from __future__ import annotations
@@ -18,10 +15,9 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, product
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from ..config.job import job_to_dict, make_job
@@ -29,6 +25,7 @@ from ..config.model import has_stages, holds_copies, shares_rows
 from ..config.training import MOST_MICRO_BATCHES
 from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.copies import NUM_SLOTS
+from ..parallel.placement import find_cuts
 from .dry_run import NoForecast
 from .memory import DeviceForecast, Forecaster, StagePlan
 from .question import Question, Setting, is_open
@@ -46,8 +43,7 @@ _RANKS = (64, 32, 16, 8, 4)
 _SECONDS = (480, 240, 120, 60, 30, 15)
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What a cut has to keep to.
 
     Args:
@@ -62,11 +58,9 @@ class Terms:
     least: Literal["seconds", "host bytes"] = "seconds"
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """What a card does. share: of its memory, that is needed. streamed: bytes in host memory."""
 
-    plan: StagePlan
     forecast: DeviceForecast
     time: float
     share: float
@@ -87,7 +81,7 @@ class Found:
 
     @property
     def is_streaming(self) -> bool:
-        return any(stage.plan.num_offloaded for stage in self.stages)
+        return any(stage.forecast.num_offloaded for stage in self.stages)
 
     @property
     def must_stream(self) -> bool:
@@ -135,8 +129,7 @@ def find_fastest(question: Question) -> tuple[Found | None, Looked]:
 
 def _look(question: Question, most: float) -> Looked:
     """Every setting worth looking at; where nothing fits copies of the model only if the user names them."""
-    looked_at: Looked = []
-    best = math.inf
+    looked_at, best = Looked(), math.inf
     for setting in question.settings():
         plain = replace(setting, offloads=False)
         if setting.offloads and any(each == plain and found and not found.is_streaming for each, found in looked_at):
@@ -208,7 +201,7 @@ def each_card(question: Question, setting: Setting, find: Callable[[Question, Se
         if not _is_ours(question, setting):
             raise
         return None
-    plans = [one.stages[0].plan for one in fitting or ()]
+    plans = [one.stages[0].forecast for one in fitting or ()]
     kept, streamed = ({getattr(each, name) for each in plans} for name in ("num_uncheckpointed", "num_offloaded"))
     if shares_rows(setting.strategy) and (len(kept) > 1 or len(streamed) > 1):
         fitting = alone((min(kept), max(streamed)))  # all recompute the same blocks, and the same ones stream
@@ -244,9 +237,9 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
     """
     question.check_counts()
     forecaster = question.forecaster(setting)
-    if (stages := _CutSearch(question, setting, terms, forecaster).best()) is None:
+    if (stages := _Stages(question, setting, terms, forecaster).best()) is None:
         return None
-    offloaded, times = forecaster.offloaded_inputs([stage.plan for stage in stages]), [stage.time for stage in stages]
+    offloaded, times = forecaster.offloaded_inputs([each.forecast for each in stages]), [each.time for each in stages]
     time = following = sum(times)
     if has_stages(setting.strategy):
         following = max(max(times), time / forecaster.held(0, len(times)))  # of a further micro-batch
@@ -254,7 +247,7 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
     return Found(setting, tuple(stages), time, offloaded, forecaster.loading_bytes)
 
 
-class _CutSearch:
+class _Stages:
     def __init__(self, question: Question, setting: Setting, terms: Terms, forecaster: Forecaster) -> None:
         self._question, self._terms, self._forecaster, self._split = question, terms, forecaster, question.job.split
         self._is_by_slowest = has_stages(setting.strategy) or self._split.balance == "time"
@@ -265,27 +258,17 @@ class _CutSearch:
 
     def best(self) -> list[Stage] | None:
         """Of the cuts that fit the one with the shortest step, of equals the one that streams least, of these the one
-        whose fullest card is emptiest; the user's cut if it fits. A dynamic programme."""
-        bounds = self._question.bounds
-        num_blocks, num_stages = len(self._question.model.names), len(self._question.cards)
-        order = itemgetter(*((0, 1, 2) if self._terms.least == "seconds" else (1, 0, 2)))
-        # by blocks placed: seconds, bytes that stream, share of the fullest card that is needed; and the stages
-        best: dict[int, tuple[tuple[float, ...], list[Stage]]] = {0: ((0.0, 0.0, 0.0), [])}
-        for index in range(num_stages):
-            options: dict[int, tuple[tuple[float, ...], list[Stage]]] = {}
-            last = num_blocks - (num_stages - 1 - index)
-            ends = range(index + 1 if index < num_stages - 1 else last, last + 1)
-            for start, (value, stages) in best.items():
-                for end in bounds[index + 1 : index + 2] or ends:
-                    if end <= start or (stage := self._stage(index, start, end)) is None:
-                        continue
-                    time, streamed, share = value
-                    time = max(time, stage.time) if self._is_by_slowest else time + stage.time
-                    added = time, streamed + stage.streamed, max(share, stage.share)
-                    if end not in options or order(added) < order(options[end][0]):
-                        options[end] = added, [*stages, stage]
-            best = options
-        return best[num_blocks][1] if num_blocks in best else None
+        whose fullest card is emptiest; the user's cut if it fits."""
+        is_by_time = self._terms.least == "seconds"
+
+        def cost(stages: Sequence[Stage]) -> tuple[float, float, float]:
+            time = (max if self._is_by_slowest else sum)(stage.time for stage in stages)
+            streamed = sum(stage.streamed for stage in stages)
+            first = (time, streamed) if is_by_time else (streamed, time)
+            return *first, max(stage.share for stage in stages)
+
+        question = self._question
+        return find_cuts(len(question.model.names), len(question.cards), self._stage, cost, question.bounds)
 
     def _stage(self, index: int, start: int, end: int) -> Stage | None:
         """The best that a card can do with these blocks; None if it needs more than it may."""
@@ -315,7 +298,7 @@ class _CutSearch:
         if self._terms.blocks == "all":
             whole = replace(plan, num_offloaded=most)
             return self._checked(whole if forecaster.saved_bytes(whole) > 0 else plan)
-        missing = self._missing(plan, forecaster.device("", plan))
+        missing = self._missing(forecaster.device("", plan))
         if missing <= 0:
             return self._checked(plan)
         largest = max(block.streaming for block in forecaster.cost.blocks[plan.start : plan.end])
@@ -326,18 +309,18 @@ class _CutSearch:
                 return stage
         return None
 
-    def _missing(self, plan: StagePlan, found: DeviceForecast) -> float:
+    def _missing(self, found: DeviceForecast) -> float:
         """Bytes that a stage needs beyond what it may; at most 0 where it fits."""
-        over = [found.needed - self._terms.most * max(1, self._question.cards[plan.stage].usable_bytes)]
+        over = [found.needed - self._terms.most * max(1, self._question.cards[found.stage].usable_bytes)]
         if self._split.memory_limit_gb:
-            over.append(found.weights - self._split.memory_limit_gb[plan.stage] * 1e9)
+            over.append(found.weights - self._split.memory_limit_gb[found.stage] * 1e9)
         return max(over)
 
     def _checked(self, plan: StagePlan) -> Stage | None:
         """The stage, None if it needs more of its card than it may."""
         card, forecaster, link = self._question.cards[plan.stage], self._forecaster, self._question.link
         found = forecaster.device(card.name, plan)
-        if self._missing(plan, found) > 0:
+        if self._missing(found) > 0:
             return None
         # A micro-batch's forward and backward, one without the LoRA, and its forward again where blocks are recomputed.
         seconds, passes = self._seconds[plan.stage], self._question.passes
@@ -348,7 +331,7 @@ class _CutSearch:
         streaming = passes * streamed / link
         copying = streaming + 2 * forecaster.leaving(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
-        return Stage(plan, found, time, found.needed / max(1, card.usable_bytes), streamed)
+        return Stage(found, time, found.needed / max(1, card.usable_bytes), streamed)
 
 
 # ---- what is missing where nothing fits, and the changes that were computed to be enough
@@ -377,7 +360,7 @@ def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
     """As find_cut; each card alone where each has a copy of the model. Of tokens alone its blocks may stream."""
     if not holds_copies(setting.strategy):
         return find_cut(question, setting, terms)
-    plain = terms if shares_rows(setting.strategy) else replace(terms, blocks="plain")
+    plain = terms if shares_rows(setting.strategy) else terms._replace(blocks="plain")
     return each_card(question, setting, lambda card, each: find_cut(card, each, plain))
 
 
@@ -405,8 +388,8 @@ def describe_refusal(question: Question) -> str:
     for card, stage in zip(cards, best.stages, strict=True):
         needed, there, weights = stage.forecast.needed / 1e9, card.usable_bytes / 1e9, stage.forecast.weights / 1e9
         verdict = f"{needed - there:.2f} GB are missing" if needed > there else "fits"
-        away = f" ({stage.plan.num_offloaded} in host memory)" if stage.plan.num_offloaded else ""
-        what = f"{stage.plan.num_blocks} blocks{away}, {needed:.2f} GB of {there:.2f} GB"
+        away = f" ({stage.forecast.num_offloaded} in host memory)" if stage.forecast.num_offloaded else ""
+        what = f"{stage.forecast.num_blocks} blocks{away}, {needed:.2f} GB of {there:.2f} GB"
         lines.append(f"  {card.name}: {what}, {verdict} (weights {weights:.2f} GB)")
     if not best.fits_host(question.host_bytes):
         sizes = (best.host_bytes, best.offloaded_inputs, question.host_bytes or 0)
@@ -438,18 +421,17 @@ class _Change(NamedTuple):
 
 def what_helps(question: Question) -> list[str]:
     """The best three single changes that make the job fit; where there is none, as many at once as it takes."""
-    single, sizes = _choices(question), _sizes(question)
+    ladders = [*([each] for each in _choices(question)), *filter(None, _sizes(question))]
 
     def enough() -> Iterator[str]:
-        yield from (str(change) for change in single if is_possible(change.of(question)))
-        for ladder in sizes:
+        for ladder in ladders:
             index = bisect_left(ladder, True, key=lambda change: is_possible(change.of(question)))
             yield from map(str, ladder[index : index + 1])
 
     if found := list(islice(enough(), 3)):
         return found
     texts: list[str] = []
-    for change in (*single, *(ladder[-1] for ladder in sizes if ladder)):
+    for change in (ladder[-1] for ladder in ladders):
         texts, question = [*texts, str(change)], change.of(question)
         if len(texts) > 1 and is_possible(question):
             return [" and ".join(texts)]

@@ -310,7 +310,7 @@ def test_offloaded_inputs_leave_the_card_but_for_a_few(held, in_forward, in_back
     settings = {"strategy": "pipeline", "accumulation": held, "offload_from": 80}
     plan = StagePlan(0, held, 0, 6)
     forecaster = _forecaster(settings, inputs=110, input_sizes=(100, 10))
-    moments = {each.name: each.checkpoints for each in forecaster._moments(plan, 0, 0)}
+    moments = {each.moment: each.checkpoints for each in forecaster._moments(plan, 0, 0)}
     for index in (0, 1, 2, 5):
         small = 7 * held + 10 * (index + 1 + 6 * (held - 1))
         assert moments[f"forward of blocks.{index}"] == small + 100 * in_forward[index]

@@ -96,7 +96,7 @@ def test_the_user_overrules_it_both_ways():
     with pytest.raises(ValueError, match="^does not fit: "):
         plan_training(question)
     found = needed_at_least(question)
-    assert found is not None and [stage.plan.num_blocks for stage in found.stages] == [56, 56]
+    assert found is not None and [stage.forecast.num_blocks for stage in found.stages] == [56, 56]
     assert all(stage.share > 1 for stage in found.stages)
     helps = what_helps(question)
     assert 'parallel.strategy = "auto"' in helps

@@ -61,7 +61,7 @@ def test_weights_that_do_not_fit_stream_alike_on_all_cards_and_are_in_host_memor
 
 def test_what_is_missing_counts_blocks_that_stream() -> None:
     found = needed_at_least(_ask(make_cards(4, 4), **TOKENS))
-    assert found is not None and [stage.plan.num_offloaded for stage in found.stages] == [10, 10]
+    assert found is not None and [stage.forecast.num_offloaded for stage in found.stages] == [10, 10]
     assert all(stage.share > 1 for stage in found.stages)
 
 

@@ -315,7 +315,7 @@ def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     too_small = _made_up(make_cards(2.4), ONES, train={"batch_size": 64, "gradient_accumulation_steps": 64})
     assert not any("batch_size" in each for each in _helps(too_small))  # for which a job has no micro-batches enough
     ((stage,),) = [best.stages for best in [needed_at_least(too_small)] if best]
-    assert stage.plan.num_offloaded == 10 and stage.forecast.weights == 2 * GB and stage.share > 1
+    assert stage.forecast.num_offloaded == 10 and stage.forecast.weights == 2 * GB and stage.share > 1
 
 
 def test_a_forward_without_the_lora_is_a_pass_more_of_blocks_and_of_copies():
