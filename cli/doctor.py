@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,10 @@ def collect(python: Path | None = None) -> dict[str, Any]:
         facts.update(_ask_torch())
     tried = {name: target for name, target in _IMPORTED.items() if facts["devices"] and versions[name]}
     facts["import_faults"] = {name: try_import(*target.split(":")) for name, target in tried.items()}
-    judged = ((name, judge(facts)) for name, judge in _FEATURES)
     facts["features"] = [
         {"name": name, "works": None if why and why == facts["python_fault"] else not why, "reason": why}
-        for name, why in judged
+        for name in _FEATURES
+        for why in [why_not(facts, name)]
     ]
     return facts
 
@@ -119,14 +119,14 @@ _IMPORTED = {
 def _measure(accelerators: list[Any]) -> list[str]:
     """What cards and links were measured at, or are now, a line each; what way "auto" of a split goes by."""
     try:
-        from ..planning.cards import machine_speed, speed_file
+        from ..planning.cards import kept_speed, machine_speed
 
         found = machine_speed(accelerators)
         speeds = zip(accelerators, found.flops_per_s, strict=True)
         return [
             *(f"{device}: {flops / 1e12:.3g} TFLOP/s in half precision" for device, flops in speeds),
             f"slowest link between two of them: {(found.bytes_per_s or 0) / 1e9:.3g} GB/s each way at once",
-            f"measured {found.date}, kept in {speed_file(accelerators)}",
+            f"measured {found.date}, kept in {kept_speed(accelerators).path}",
         ]
     except (ImportError, RuntimeError) as error:
         return [f"not measured: {error}"]
@@ -189,58 +189,41 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-# ---- what works ----
-
-Judge = Callable[[dict[str, Any]], str]  # "" when it works, else why not
-
-
-def _missing(facts: dict[str, Any], *names: str) -> str:
-    if absent := [name for name in names if facts["versions"][name]["found"] is None]:
-        return f"{', '.join(absent)} missing (pip install {' '.join(absent)})"
-    faults = facts.get("import_faults", {})
-    missing = "" if facts["devices"] else f"torch {facts['torch_build']}"
-    return next(filter(None, (faults.get(name) for name in names)), missing)
+# ---- what works
 
 
 _TRAINING = ("torch", "diffusers", "peft", "safetensors", "pydantic", "tomlkit")
+# What each needs: packages, a number of GPUs, and of ComfyUI.
+_FEATURES: Mapping[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "Split Model Across GPUs (sampling in ComfyUI)": (("torch",), 2, ("comfyui", "contract")),
+    "LoRA training": (_TRAINING, 0, ()),
+    "LoRA training on a GPU": (_TRAINING, 1, ()),
+    "LoRA training split over GPUs": (_TRAINING, 2, ()),
+    "LoRA training on videos": ((*_TRAINING, "av"), 0, ()),
+    "encoding captions and images": ((*_TRAINING, "transformers"), 0, ()),
+    "devicebridge run (ComfyUI workflows without a browser)": ((), 0, ("comfyui", "comfy_cli")),
+}
+
+
+def why_not(facts: dict[str, Any], feature: str) -> str:
+    """Why a feature does not work here; "" if it does."""
+    packages, num_gpus, needs = _FEATURES[feature]
+    if absent := [name for name in packages if facts["versions"][name]["found"] is None]:
+        return f"{', '.join(absent)} missing (pip install {' '.join(absent)})"
+    if fault := next(filter(None, map(facts.get("import_faults", {}).get, packages)), ""):
+        return str(fault)
+    if packages and not facts["devices"]:
+        return f"torch {facts['torch_build']}"
+    if (count := len(_accelerators(facts))) < num_gpus:
+        few = f"needs two GPUs or more; torch finds {count}"
+        return few if num_gpus > 1 else "torch finds no GPU; training runs on the CPU"
+    if needs and not facts["comfyui"]:
+        return "no ComfyUI was found; set COMFYUI_PATH to its folder, or run `comfy install`"
+    if "comfy_cli" in needs and not facts["comfy_cli"]:
+        return "comfy-cli is missing (pip install comfy-cli)"
+    refused = (facts.get("contract") or {}).get("refused") or {}
+    return facts.get("python_fault") or refused.get("DeviceBridgeSplitModel", "") if "contract" in needs else ""
 
 
 def _accelerators(facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [device for device in facts["devices"] if device["name"] != "cpu"]
-
-
-def _training(facts: dict[str, Any]) -> str:
-    return _missing(facts, *_TRAINING)
-
-
-def _too_few(facts: dict[str, Any]) -> str:
-    count = len(_accelerators(facts))
-    return "" if count > 1 else f"needs two GPUs or more; torch finds {count}"
-
-
-def _no_comfyui(facts: dict[str, Any]) -> str:
-    return "" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder, or run `comfy install`"
-
-
-def _split_model(facts: dict[str, Any]) -> str:
-    """ComfyUI may run in another environment than this one; the cards are the same."""
-    if not facts["devices"]:
-        return _missing(facts, "torch")
-    why = _too_few(facts) or _no_comfyui(facts) or facts.get("python_fault", "")
-    return why or ((facts.get("contract") or {}).get("refused") or {}).get("DeviceBridgeSplitModel", "")
-
-
-_NO_CLIENT = "comfy-cli is missing (pip install comfy-cli)"
-_NO_GPU = "torch finds no GPU; training runs on the CPU"
-_FEATURES: tuple[tuple[str, Judge], ...] = (
-    ("Split Model Across GPUs (sampling in ComfyUI)", _split_model),
-    ("LoRA training", _training),
-    ("LoRA training on a GPU", lambda facts: _training(facts) or ("" if _accelerators(facts) else _NO_GPU)),
-    ("LoRA training split over GPUs", lambda facts: _training(facts) or _too_few(facts)),
-    ("LoRA training on videos", lambda facts: _missing(facts, *_TRAINING, "av")),
-    ("encoding captions and images", lambda facts: _missing(facts, *_TRAINING, "transformers")),
-    (
-        "devicebridge run (ComfyUI workflows without a browser)",
-        lambda facts: _no_comfyui(facts) or ("" if facts["comfy_cli"] else _NO_CLIENT),
-    ),
-)

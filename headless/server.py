@@ -40,8 +40,7 @@ class Server:
         """The body of a route; data: of a POST. Raises: OSError while it cannot be reached."""
         request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=10) as answer:
-            body: bytes = answer.read()
-        return body
+            return bytes(answer.read())
 
     def wait_until_ready(self) -> None:
         """Raises: RuntimeError with the end of the log, if it ends or does not answer in time."""

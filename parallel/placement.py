@@ -29,13 +29,9 @@ Stage = TypeVar("Stage")
 @dataclass(frozen=True)
 class Placement:
     """One device per block; everything else is on the main device. Names are fqns in execution order. [num_blocks]
-
-    Args:
-        tail: modules and parameters behind the last block that live on its device instead, for pipelines.
-        replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
-            devices are those of the main device's copy then.
-        row_shares: of replicas that compute each microbatch together: how many of its rows each has, relative to the
-            others; () if each computes microbatches of its own.
+    tail: modules and parameters behind the last block that live on its device instead, for pipelines.
+    replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
+    row_shares: of the rows of each microbatch, relative to each other; () if replicas compute microbatches of their own.
     """
 
     blocks: tuple[str, ...]
@@ -101,7 +97,7 @@ class Placement:
         return self.main_device
 
     def describe(self) -> str:
-        """Such as "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
+        """ "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
         if self.replicas:
             shared = ", which share out the tokens" * bool(self.row_shares)
             shared += f" {ratio(self.row_shares)}" * (len({*self.row_shares}) > 1)
@@ -292,9 +288,8 @@ def check_budgets(
 
 
 def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tuple[int, ...]:
-    """Which of a device's blocks stream from host memory: spread evenly over those that do not keep their activations,
-    as the last num_kept do. While the blocks between two of them compute, the next one is copied. Returns: indices
-    within the device's blocks, rising. [num_offloaded]"""
+    """Which of a device's blocks stream from host memory, as indices: spread evenly over those that do not keep their
+    activations, as the last num_kept do. [num_offloaded]"""
     candidates = num_blocks - num_kept
     assert 0 <= num_offloaded <= candidates, "check_offloaded_blocks refuses others"
     return tuple((2 * index + 1) * candidates // (2 * num_offloaded) for index in range(num_offloaded))
@@ -342,8 +337,7 @@ def native_list(layout: NativeModel) -> BlockList:
 
 
 def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
-    """Of one block's forward: 2 * weights * tokens for linears and convolutions, 4 S² D for attention over all tokens,
-    which is exact for joint attention and shifts all blocks equally elsewhere."""
+    """Of one block's forward: 2 * weights * tokens for linears and convolutions, 4 S² D for attention over all tokens."""
     layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
     return 4.0 * (num_image_tokens + num_text_tokens) ** 2 * attention_width(block, block_list) + sum(layers.values())
 

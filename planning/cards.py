@@ -1,9 +1,7 @@
 """The cards to plan for: those of this machine as they are now, or some that need not exist; and how fast they are.
 
 A training's speeds are published ones; where a card is in no table, a large matrix product on all. A split whose way is
-auto goes by measured cards and links, which are kept on disk. Peaks are the makers' own: 10^12 dense operations per
-second in bf16 with sums in float32, of consumer cards twice their float32 rate. The share that training reaches was
-measured on an H200: FLUX.2-dev at 1024², bf16, every block recomputed, 1.866 s a step (docs/benchmarks.md).
+auto goes by measured cards and links, which are kept on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ from ..parallel.staged_copies import exchange_speed, product_speed
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, auto_schemes, refusal
 from ..system.files import user_cache_folder, write_atomically
 
-SHARE_OF_PEAK = 0.46  # 16.9 s of operations at 50 * 10^12 per second are 0.85 s at the H200's peak
+# FLUX.2-dev at 1024², bf16, blocks recomputed, on an H200: 1.866 s a step, 0.85 s at the peak (docs/benchmarks.md).
+SHARE_OF_PEAK = 0.46
 SHARE_OF_PRODUCT = 0.66  # the same, of the 690 * 10^12 per second that a large matrix product was measured at there
 
 _log = logging.getLogger(__name__)
@@ -62,7 +61,8 @@ PCIE_BYTES_PER_S, NVLINK_BYTES_PER_S = 12e9, 300e9
 
 
 class CardKind(NamedTuple):
-    """A model of card. has_fp8: whether it multiplies in float8. link_bytes_per_s: of two of them, as usually built."""
+    """A model of card. tera_per_s: its maker's dense operations in bf16 with sums in float32, of consumer cards twice
+    the float32 rate. has_fp8: whether it multiplies in float8. link_bytes_per_s: of two of them, as usually built."""
 
     name: str
     tera_per_s: float
@@ -129,8 +129,7 @@ class Card:
     Args:
         usable_bytes: for tensors, the allocator's losses and a context that does not exist yet.
         speed: relative to the others. measured_flops_per_s: of a training; 0 where that was not measured.
-        refuses: schemes that it cannot multiply in.
-        has_context: whether CUDA has started on it, so that its free memory is free of that already.
+        refuses: schemes that it cannot multiply in. has_context: whether CUDA has started on it.
         kind: its model, if known. is_assumed: whether that is a guess from its memory.
     """
 
@@ -160,11 +159,9 @@ class Card:
 
 
 def parse_cards(text: str) -> list[Card]:
-    """Cards that need not exist: "24GB,12GB", "24GiB, 24GiB", several alike "2x24GB", with relative speeds
-    "2x24GB@1,12GB@0.5", or by their model "2x3090", "RTX 4090, RTX 3090", with what is free there "3090:23GiB".
-
-    Raises: ValueError that shows the part which is no card, or how many there are if these are too many.
-    """
+    """Cards that need not exist: "24GB,12GB", several alike "2x24GiB", with relative speeds "2x24GB@1,12GB@0.5", or by
+    their model "2x3090, RTX 4090", with what is free there "3090:23GiB".
+    Raises: ValueError that shows the part which is no card, or how many there are if these are too many."""
     cards: list[Card] = []
     for part in (part.strip() for part in text.split(",")):
         card, match = None, _CARD.fullmatch(part)
@@ -255,7 +252,7 @@ class MachineSpeed:
 def machine_speed(devices: Sequence[torch.device]) -> MachineSpeed:
     """What these cards can do: as measured before with the same cards and links, else measured now. Raises: what a card
     raises where it has no memory for the measurement."""
-    kept = Kept("", _machine_key(devices), MachineSpeed)
+    kept = kept_speed(devices)
     if (found := kept.read()) is None:
         kept.write(found := measure_machine(devices))
     return found  # type: ignore[no-any-return]
@@ -271,8 +268,7 @@ class Kept:
 
     @property
     def path(self) -> Path:
-        name = f"{self._prefix}{settings_fingerprint(self._key)[:24]}.json"
-        return user_cache_folder() / "calibration" / name
+        return user_cache_folder() / "calibration" / f"{self._prefix}{settings_fingerprint(self._key)[:24]}.json"
 
     def read(self) -> Any:
         """None where nothing is kept, or nothing that can be used."""
@@ -294,11 +290,6 @@ class Kept:
             _log.warning("%s is not kept: %s", self.path, error)
 
 
-def speed_file(devices: Sequence[torch.device]) -> Path:
-    """Where the measurement of these cards lies, or would."""
-    return Kept("", _machine_key(devices), MachineSpeed).path
-
-
 def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
     """Takes some 150 MiB of each card, and well under a second on two GPUs."""
     with torch.inference_mode():
@@ -308,8 +299,8 @@ def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
     return MachineSpeed(products, min(links, default=None), time.strftime("%Y-%m-%d"))
 
 
-def _machine_key(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Everything that the measurements depend on: the cards, where they are, who reaches whom, driver and torch."""
+def kept_speed(devices: Sequence[torch.device]) -> Kept:
+    """The file of these cards' measurement, which depends on them, on who reaches whom, driver and torch."""
     cards = [
         [str(device), total_bytes(device), str(getattr(device_module(device), "get_device_properties", str)(device))]
         for device in devices
@@ -320,4 +311,4 @@ def _machine_key(devices: Sequence[torch.device]) -> dict[str, Any]:
     except (OSError, IndexError):  # of another system or maker: the newest CUDA that the driver knows
         driver = str(getattr(torch._C, "_cuda_getDriverVersion", str)())
     own = {"machine": platform.node(), "driver": driver, "torch": torch.__version__, "version": _VERSION}
-    return own | {"cards": cards, "access": access}
+    return Kept("", own | {"cards": cards, "access": access}, MachineSpeed)

@@ -1,8 +1,7 @@
 """What one training step keeps in memory and computes, piece by piece, by sizes: no card, no weights.
 
 One block of every kind runs forwards and backwards on meta, through the code that will train, and embedders and tail
-once around them. The meter sees every operation and counts the storages that somebody still holds. Blocks of one kind
-cost alike, so a plan for 56 blocks takes the time of two; memory.py adds up.
+once around them; memory.py adds up.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class BlockCost:
     """Bytes of one block; activations are those of one micro-batch, peaks are above its inputs.
 
     Args:
-        weights: base weights and buffers. num_trained: values in lora.
-        inputs: what the block before made for it, the sum of input_sizes.
+        weights: base weights and buffers. num_trained: values in lora. inputs: the sum of input_sizes.
         constants: what it reads besides, by a name that is the same for the same tensor.
         kept: what its backward needs beyond inputs, if it is not recomputed.
         forward, forward_kept: peak of a forward that keeps nothing, or everything.
@@ -82,13 +80,9 @@ class BlockCost:
 @dataclass(frozen=True)
 class StepCost:
     """What every block, in execution order, and the embedders and tail outside them cost. [num_blocks]
-
-    Args:
-        tail_weights: the share of outer_weights that the tail has.
-        front: what is alive when the first block is called; its inputs and constants included.
-        tail: peak of tail, loss and their backward; above the last block's output.
-        is_whole: whether cards that share out rows compute such a sample whole, each.
-    """
+    tail_weights: the share of outer_weights that the tail has. front: what is alive when the first block is called.
+    tail: peak of tail, loss and their backward; above the last block's output. is_whole: whether cards that share out
+    rows compute such a sample whole, each."""
 
     names: tuple[str, ...]
     blocks: tuple[BlockCost, ...]
@@ -125,8 +119,7 @@ class ModelCosts:
         """Operations of each block's forward for one sample. [num_blocks]"""
         key = "flops", bucket, frames
         if key not in self._known:
-            tokens = self._num_tokens(bucket, frames)
-            self._known[key] = estimate_block_flops(self._model, self.family, *tokens)
+            self._known[key] = estimate_block_flops(self._model, self.family, *self._num_tokens(bucket, frames))
         return self._known[key]
 
     @functools.cached_property
@@ -185,9 +178,7 @@ def latent_shape_of(
 
 def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> StepCost:
     """Count what a step of this work holds. The model is on meta; it is cut down and cannot be used afterwards.
-
-    Raises: ValueError for LoRA targets that match nothing; NoForecast for a class of ComfyUI's that does not run so.
-    """
+    Raises: ValueError for LoRA targets that match nothing; NoForecast for a class of ComfyUI's that does not run so."""
     with torch.inference_mode(False), torch.enable_grad():
         work = with_sound(info.family, work)
         short = shorten(model, info.family, work)

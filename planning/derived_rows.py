@@ -1,8 +1,5 @@
-"""Rows of tokens that were derived and proved on this machine, kept beside the speeds of its cards.
-
-A file belongs to one class as its source and ComfyUI's version have it, and to one structure; an entry to one signature
-of inputs, since a derived row knows only inputs that it was shown.
-"""
+"""Rows of tokens that were derived and proved on this machine, kept beside the speeds of its cards: a file per class,
+as its source and ComfyUI's version have it, and structure; an entry per signature of inputs."""
 
 from __future__ import annotations
 
@@ -42,13 +39,8 @@ class Verdict:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class Blocks:
-    """What became of a training with one kind of inputs.
-
-    Args:
-        refused: why its gradients are not trusted; "" where they were proved.
-        lists: of blocks, in the order in which a forward calls them.
-        tail: modules that are called behind the last block. Without one nobody knows what a pipeline would need.
-    """
+    """What became of a training with one kind of inputs. lists: of blocks, in the order in which a forward calls them.
+    tail: modules that are called behind the last block. refused: why its gradients are not trusted; "" if proved."""
 
     lists: Annotated[tuple[str, ...], pydantic.AfterValidator(_of_names)]
     tail: Annotated[tuple[str, ...], pydantic.AfterValidator(_of_names)] = ()
@@ -56,10 +48,7 @@ class Blocks:
 
 
 class DerivedRows:
-    """The files of one class. Args: key: everything that its rows depend on but the inputs.
-
-    `trained` is what a training knows, by kind of inputs.
-    """
+    """The files of one class. key: everything that its rows depend on but the inputs. trained: by kind of inputs."""
 
     def __init__(self, key: Mapping[str, Any]) -> None:
         self._kept = Kept("rows-", {**key, "version": _VERSION}, dict[str, Verdict])

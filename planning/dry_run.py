@@ -1,9 +1,7 @@
 """A training step on the meta device: the model cut down to two blocks of every kind, and the meter that counts memory.
 
-On meta attention would keep the probabilities [B, N, S, S]. Cards keep the output and a float32 per head and token, and
-their backward a float32 copy of the query's gradient, which no operation shows. Their rms_norm is one kernel that keeps
-its input and a float32 per row. 8-bit products have the kernels of the card that is planned for, which launch nothing.
-CPU and emulated cards take the plain way, so that a forecast for them can be compared with what they really hold.
+Attention and norms go the way of cards' fused kernels, which keep less. CPU and emulated cards take the plain way, so
+that a forecast for them can be compared with what they really hold.
 """
 
 from __future__ import annotations
@@ -75,13 +73,9 @@ class SampleText:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes; dtype is of frozen weights and computation.
-
-    Args:
-        text: None where the model's description says how large it is.
-        row_shares: of devices that share out the rows of each sample, relative to each other; the first one runs.
-        has_prior: whether a prediction of the model without its LoRA is held.
-    """
+    """What a step computes; dtype is of frozen weights and computation. text: None where the model's description says
+    how large it is. row_shares: of devices that share out the rows of each sample, relative to each other; the first
+    one runs. has_prior: whether a prediction of the model without its LoRA is held."""
 
     latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
     batch_size: int
@@ -155,18 +149,17 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     calls: list[int] = []
     renamed: dict[str, str] = {}  # new fqn of a block -> fqn in the whole model
     for block_list in family.block_lists:
-        kept: list[str] = []
+        kept: dict[str, nn.Module] = {}
         for name, kind in zip(names, kind_of, strict=True):
             if name.rpartition(".")[0] == block_list.name and calls.count(kind) < 2:
-                kept.append(name)
+                kept[name] = model.get_submodule(name)
                 calls.append(kind)
-        blocks = [model.get_submodule(name) for name in kept]
         if isinstance(getattr(model, block_list.name), nn.ModuleDict):
-            keys = [name.rpartition(".")[2] for name in kept]
-            setattr(model, block_list.name, nn.ModuleDict(dict(zip(keys, blocks, strict=True))))
+            blocks = {name.rpartition(".")[2]: block for name, block in kept.items()}
+            setattr(model, block_list.name, nn.ModuleDict(blocks))
             renamed |= {name: name for name in kept}
         else:
-            setattr(model, block_list.name, nn.ModuleList(blocks))
+            setattr(model, block_list.name, nn.ModuleList(kept.values()))
             renamed |= {f"{block_list.name}.{order}": name for order, name in enumerate(kept)}
     _make_trainable(model, family, work, renamed, targets)
     return ShortModel(model, names, kind_of, calls)
@@ -209,9 +202,7 @@ def forward_on_meta(model: nn.Module, info: CheckpointInfo, variant: Variant, wo
 
 def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
     """A micro-batch as Trainer computes it, of a model without numbers; without gradients its forward alone.
-
-    Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks.
-    """
+    Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks."""
     family = info.family
     prior = torch.empty_like(latents) if work.has_prior else None
     try:
@@ -363,7 +354,6 @@ _ATTENTION_BACKWARDS = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
 }
-_HAS_FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
 
 @contextlib.contextmanager
@@ -381,7 +371,7 @@ class _AsOnCards(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        if func is F.rms_norm and _HAS_FUSED_NORM:
+        if func is F.rms_norm:
             return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 

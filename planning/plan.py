@@ -34,9 +34,10 @@ _PARTS = (
     ("moving", "one block at work", "#d55e00"),
     ("other", "workspace, allocator, driver", "#999999"),
 )
+_SHOWN = ("device", "num_blocks", "num_offloaded", "allocated", "reserved", "needed")  # values of each card
 _BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
 
-# Per device, decimal GB: forecast peak, the same as reserved by the allocator, and what was measured of both.
+# Per device, decimal GB: the peak that was forecast, and the one that was measured.
 Comparison = Mapping[str, Mapping[str, "float | None"]]
 
 
@@ -50,14 +51,8 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How a job is best run.
-
-    Args:
-        looked_at: every setting that was compared, and how it would run.
-        cards, devices: in execution order.
-        notes: why the cards share out the rows of each micro-batch where nobody asked for it; settings without effect.
-        warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
-    """
+    """How a job is best run. looked_at: every setting that was compared. cards, devices: in execution order.
+    warning: why it may not fit after all, where the user has vouched for it; "" otherwise."""
 
     question: Question
     found: Found
@@ -80,10 +75,8 @@ class TrainingPlan:
     @property
     def alternatives(self) -> list[Alternative]:
         return [
-            Alternative(
-                setting, None if other is None else other.time / self.step_s, bool(other and other.is_streaming)
-            )
-            for setting, other in self.looked_at
+            Alternative(each, other and other.time / self.step_s, bool(other and other.is_streaming))
+            for each, other in self.looked_at
         ]
 
     @property
@@ -98,10 +91,7 @@ class TrainingPlan:
 
 
 def plan_training(question: Question) -> TrainingPlan:
-    """The fastest way to run a job on its cards that fits.
-
-    Raises: ValueError if none does; it says what each card lacks and which changes would do.
-    """
+    """The fastest way to run a job on its cards that fits. Raises: ValueError if none does; it says which would."""
     found, looked_at = find_fastest(question)
     if found is None:
         raise ValueError(describe_refusal(question))
@@ -111,20 +101,13 @@ def plan_training(question: Question) -> TrainingPlan:
         whole, shares = (cards[0],) * len(names), found.setting.row_shares
         placement = Placement(names, whole, cards[0], replicas=cards, row_shares=shares)
     else:
-        owners = (card for card, stage in zip(cards, found.stages, strict=True) for _ in range(stage.forecast.num_blocks))
+        owners = (card for card, device in zip(cards, devices, strict=True) for _ in range(device.num_blocks))
         placement = Placement(names, tuple(owners), cards[0])
     pairs = zip(question.cards, devices, strict=True)
     over = ", ".join(_fill(card, device) for card, device in pairs if device.needed > card.usable_bytes)
-    return TrainingPlan(
-        question,
-        found,
-        looked_at,
-        question.cards,
-        devices,
-        placement,
-        notes=tuple(_notes(question, found, looked_at)),
-        warning=f"the forecast exceeds what is free ({over}), and memory_limit_gb says to try" * bool(over),
-    )
+    warning = f"the forecast exceeds what is free ({over}), and memory_limit_gb says to try" * bool(over)
+    notes = tuple(_notes(question, found, looked_at))
+    return TrainingPlan(question, found, looked_at, question.cards, devices, placement, notes, warning)
 
 
 def _notes(question: Question, found: Found, looked_at: Looked) -> Iterator[str]:
@@ -146,10 +129,8 @@ def _compared(question: Question, found: Found, other: Found) -> str:
     """ "about 3 s per step, and fp8-compute, one card at a time takes 5 s"."""
     now, then = (_real_seconds(question.cards, each.time) for each in (found, other))
     said = f"{other.time / found.time:.1f} times as long" if now is None or then is None else _seconds(then)
-    about = "" if now is None else f"about {_seconds(now)} per step, and "
-    return (
-        f"{about}{other.setting.describe()}{', one card at a time' * (other.setting.strategy == 'none')} takes {said}"
-    )
+    about, way = "" if now is None else f"about {_seconds(now)} per step, and ", other.setting
+    return f"{about}{way.describe()}{', one card at a time' * (way.strategy == 'none')} takes {said}"
 
 
 # ---- as a table
@@ -157,13 +138,12 @@ def _compared(question: Question, found: Found, other: Found) -> str:
 
 def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
     """The verdict, a line per card in decimal GB, and a line per setting that was looked at."""
-    facts = _facts(plan, steps)
     names = [(name, label) for name, label, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
     cards = [["card", "blocks", *(label for _, label in names), "needed", "free", "peak at"]]
     for card, device in zip(plan.cards, plan.devices, strict=True):
         sizes = [*(parts_of(device)[name] for name, _ in names), device.needed, card.usable_bytes]
         cards.append([card.name, _blocks(device), *(f"{size / 1e9:.2f}" for size in sizes), device.moment])
-    tables = [list(map(list, facts)), cards]
+    tables = [list(map(list, _facts(plan, steps))), cards]
     if len(plan.alternatives) > 1:
         # The chosen one, then the others by their time. One that is faster and was not taken has 8-bit optimizer state,
         # or more in host memory, and copies are an estimate.
@@ -171,32 +151,25 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
         seconds, _ = step_seconds(plan)
         tables.append([["setting", "per step"]])
         for setting, times, is_streaming in rows[:_MOST_ALTERNATIVES]:
+            said = f"x {times or 0:.2f}" if seconds is None else _seconds(seconds * (times or 0))
             name = setting.describe() + ", blocks stream" * is_streaming
-            said = "does not fit"
-            if times is not None:
-                said = f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
-            tables[-1].append([name, said])
+            tables[-1].append([name, "does not fit" if times is None else said])
     return "\n\n".join(map(aligned, tables))
 
 
 def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
     """Names and values of the plan as a whole."""
-    step = describe_time(plan, steps) or "unknown: no card of this kind is in the table of speeds"
     question, job, inputs = plan.question, plan.question.job, plan.found.offloaded_inputs / 1e9
-    height, width = question.bucket
     frames = f", {question.frames} frames" if question.frames > 1 else ""
     pinned = f", {inputs:.1f} GB of it for block inputs" if inputs else ""
-    peaks = ", ".join(map(_fill, plan.cards, plan.devices))
+    size = f"{question.model.variant.name}, {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}"
+    count = f"batch {job.train.batch_size}, accumulation {question.accumulation}, LoRA rank {job.lora.rank}"
     return [
         ("verdict", _verdict(plan)),
-        ("step", step),
-        ("peak", peaks),
+        ("step", describe_time(plan, steps) or "unknown: no card of this kind is in the table of speeds"),
+        ("peak", ", ".join(map(_fill, plan.cards, plan.devices))),
         ("plan", f"{plan.setting.describe()}; {plan.placement.describe()}"),
-        (
-            "job",
-            f"{question.model.variant.name}, {width}x{height} {question.unit}{frames}, batch {job.train.batch_size}, "
-            f"accumulation {question.accumulation}, LoRA rank {job.lora.rank}",
-        ),
+        ("job", f"{size}, {count}"),
         ("host memory", f"{plan.found.host_bytes / 1e9:.1f} GB{pinned}"),
         *(("assumed", each) for each in _assumed(plan)),
         *(("note", each) for each in plan.notes),
@@ -250,11 +223,7 @@ def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
 
 def describe_work(cards: Sequence[Card], forward: tuple[float, int], num_forwards: int, steps: int) -> str:
     """ "a step takes about 2.7 s, 1500 steps about 1 h 8 min (...)" of cards that compute one after the other; "" if a
-    card's speed is unknown.
-
-    Args:
-        forward: operations and kernels of a micro-batch's. num_forwards: a step takes the time of so many.
-    """
+    card's speed is unknown. forward: operations and kernels of a micro-batch's, of which a step takes num_forwards."""
     flops, num_kernels = forward
     if not all(card.flops_per_s for card in cards):
         return ""
@@ -313,15 +282,10 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "frames": plan.question.frames,
         "devices": [
             {
-                "device": device.device,
-                "num_blocks": device.num_blocks,
+                **{name: getattr(device, name) for name in _SHOWN},
                 "num_kept": device.num_uncheckpointed,
-                "num_offloaded": device.num_offloaded,
                 "micro_batches_held": device.held,
                 "bytes": parts_of(device),
-                "allocated": device.allocated,
-                "reserved": device.reserved,
-                "needed": device.needed,
                 "usable": card.usable_bytes,
                 "peak_at": device.moment,
             }
@@ -345,15 +309,8 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
 
 def compare(devices: Sequence[DeviceForecast], measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
     """For the event "forecast"; measured is what memory_in_use returned after the run."""
-    return {
-        device.device: {
-            "forecast": device.allocated / 1e9,
-            "forecast_reserved": device.reserved / 1e9,
-            "measured": (measured or {}).get(device.device, {}).get("peak"),
-            "measured_reserved": (measured or {}).get(device.device, {}).get("reserved"),
-        }
-        for device in devices
-    }
+    peaks = {name: each["peak"] for name, each in (measured or {}).items()}
+    return {each.device: {"forecast": each.allocated / 1e9, "measured": peaks.get(each.device)} for each in devices}
 
 
 def describe_comparison(compared: Comparison) -> list[str]:
@@ -377,10 +334,8 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
         return ""
     measured = statistics.median(step_times_s[1:])  # the first compiles and chooses kernels
     height, width = plan.question.bucket
-    return (
-        f"step: forecast {_seconds(forecast)} at {width}x{height}, measured {_seconds(measured)} "
-        f"({_error(forecast, measured)})"
-    )
+    said = f"step: forecast {_seconds(forecast)} at {width}x{height}, measured {_seconds(measured)}"
+    return f"{said} ({_error(forecast, measured)})"
 
 
 # ---- as a picture

@@ -1,8 +1,4 @@
-"""What the planner is given: a model, a job, cards and a size of data; and what follows from them.
-
-A Question is frozen, so whatever it has computed stays true. Another job, other cards or another size is another
-Question; they share the ModelCosts, which runs each dry run once.
-"""
+"""What the planner is given: a model, a job, cards and a size of data; and what follows from them."""
 
 from __future__ import annotations
 
@@ -91,10 +87,8 @@ def is_open(candidates: Sequence[object]) -> bool:
 
 
 def why_not_shared(strategy: Strategy, accumulation: int, devices: Sequence[torch.device]) -> str:
-    """What is missing for several devices to share a step in this way; "" if nothing is.
-
-    The CPU is left out: its random numbers are drawn from one generator by all threads.
-    """
+    """What is missing for several devices to share a step in this way; "" if nothing is. All threads of the CPU draw
+    from one generator."""
     kinds = {device.type for device in devices}
     if len(devices) < 2:
         return "there is one card"
@@ -261,9 +255,7 @@ class Question:
             if card.has_context and (why := refusal(QuantizeSettings(scheme), [each.device for each in self.cards])):
                 raise ValueError(why)
             kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(self.able_schemes), "none")
-            raise ValueError(
-                f"{scheme} was asked for, but {card.name}{kind} has no products in it; use {works} instead"
-            )
+            raise ValueError(f"{card.name}{kind} has no products in {scheme}; use {works} instead")
         return self.open.schemes
 
     @property
@@ -347,9 +339,7 @@ class Question:
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:
     """A square sample of the largest resolution and length, for a plan before there is a dataset: without data.frames
     an image, or for a variant that is given the first frame the family's longest clip.
-
-    Raises: ValueError for a resolution or a length that the model does not take.
-    """
+    Raises: ValueError for a resolution or a length that the model does not take."""
     make_clip_plan(config, latent)  # refuses lengths
     needs_clips = variant.condition != "none"
     frames = max(config.frames or (latent.frame_lengths if needs_clips else (1,)))

@@ -1,8 +1,6 @@
 """How long blocks take: seconds = work / cards + bytes / link. Work and bytes follow from sizes alone.
 
-Training goes by published speeds, or one measured matrix product, and an assumed link. Sampling goes by one product per
-card and the slowest link, measured where the cards are here; else by published speeds and an assumed link. A split
-chooses between three ways, of f forwards (conds times pictures):
+A split chooses between three ways, of f forwards (conds times pictures):
 
     blocks          f * (sum(t) + c)               t: what a card computes of a forward, by its share
     with overlap    sum(t) + (f - 1) * max(t) + c  forwards follow each other through the cards
@@ -10,8 +8,7 @@ chooses between three ways, of f forwards (conds times pictures):
     tokens          g * max(T) + h * (max(t) + c)  T: a whole forward; g rounds of one per card, h forwards remain
 
 Copies c are the stream over each border, or with relay of every block; with tensor all partial sums; with tokens the
-keys and values of the other cards' rows. Tokens hides half of its transfer where keys travel by groups of heads. Left
-out is what the host takes to launch kernels, which CUDA graphs spare.
+keys and values of the other cards' rows.
 """
 
 from __future__ import annotations
@@ -105,14 +102,9 @@ def keys_of(blocks: Iterable[str], tokens: TokenPlan | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """One forward.
-
-    Args:
-        flops: of all blocks. whole_flops: of layers that every card computes whole where the cards divide blocks.
-        sent_bytes: of partial sums that a card then sends each other card.
-        stream_bytes: of activations between two blocks. key_bytes: of keys and values of all rows, in all attentions.
-        num_blocks: 0 for not known.
-    """
+    """One forward of all blocks; num_blocks is 0 for not known. whole_flops: of layers that every card computes whole
+    where the cards divide blocks. sent_bytes: of partial sums that a card then sends each other card. stream_bytes: of
+    activations between two blocks. key_bytes: of keys and values of all rows, in all attentions."""
 
     flops: float
     sent_bytes: float
@@ -319,10 +311,7 @@ class SampledModel:
 
 
 def parse_size(text: str, model: SampledModel) -> tuple[int, int, int]:
-    """Width, height and frames of "1024x1024" or "832x480x33".
-
-    Raises: ValueError that says what is wrong with it.
-    """
+    """Width, height and frames of "1024x1024" or "832x480x33". Raises: ValueError that says what is wrong with it."""
     match, latent = _SIZE.fullmatch(text.strip().lower()), model.family.latent_of(model.variant)
     if match is None:
         raise ValueError(f"--sample {text!r} is no size; give width x height, such as 1024x1024, or 832x480x33 frames")
@@ -447,6 +436,7 @@ class SamplingForecast:
 
     def values(self) -> dict[str, Any]:
         """The same, for JSON."""
+        several = _BITS if len(self.cards) > 1 else ()
         return {
             "model": self.model.name,
             "size": list(self.size),
@@ -454,11 +444,7 @@ class SamplingForecast:
             "is_measured": self.is_measured,
             "link_bytes_per_s": self.machine.bytes_per_s,
             "one_card_s": {str(count): self.one_card(count) for count in self.counts},
-            "files": {
-                str(bits): {"taken": self.taken(bits), "seconds": self._seconds(bits)}
-                for bits in _BITS
-                if len(self.cards) > 1
-            },
+            "files": {str(bits): {"taken": self.taken(bits), "seconds": self._seconds(bits)} for bits in several},
         }
 
 
@@ -469,11 +455,8 @@ def _name_of(card: Card) -> str:
 
 
 def forecast_sampling(model: SampledModel, size: str, cards: Sequence[Card]) -> SamplingForecast:
-    """For cards that are here, or need not be.
-
-    Raises: ValueError for a size that is none, or a card whose speed nobody knows.
-    """
-    is_measured = all(card.has_context for card in cards)
+    """For cards that are here, or need not be. Raises: ValueError for no size, or a card whose speed nobody knows."""
+    is_measured, kinds = all(card.has_context for card in cards), [card.kind for card in cards if card.kind]
     if is_measured:
         machine = machine_speed([card.device for card in cards])
     else:
@@ -482,7 +465,6 @@ def forecast_sampling(model: SampledModel, size: str, cards: Sequence[Card]) -> 
             raise ValueError(
                 f"cards: no card of {size_gb} is in the table of speeds; name the models, such as 2x3090 or 5090,4090"
             )
-        kinds = [card.kind for card in cards if card.kind]
         product = SHARE_OF_PEAK / SHARE_OF_PRODUCT * 1e12  # of peaks, in a large matrix product
         link = min(kind.link_bytes_per_s for kind in kinds) if len(kinds) > 1 else None
         machine = MachineSpeed(tuple(kind.tera_per_s * product for kind in kinds), link, time.strftime("%Y-%m-%d"))

@@ -27,7 +27,7 @@ from ..config.job import JobConfig, job_to_dict, load_job, save_for_process
 from ..events import first_line
 from ..system.files import read_ordinary, remove_leftovers, what_helps, write_atomically
 from ..system.locks import take_claim
-from ..system.processes import ProcessMark, own_mark
+from ..system.processes import ProcessMark, mark_of
 from ..system.stopping import Requests
 
 Status = Literal["running", "finished", "stopped", "failed", "crashed"]
@@ -88,7 +88,7 @@ class Recording:
 def recorded_run(folder: Path, job: JobConfig, devices: Sequence[str]) -> Iterator[Recording]:
     """Say in the folder that a run is under way, and at the end how it ended; requests to it are then forgotten.
     Raises: OSError naming the file if the disk refuses at the start."""
-    mark, queued = own_mark(), os.environ.get(QUEUED, "")
+    mark, queued = mark_of(), os.environ.get(QUEUED, "")
     record = RunRecord("running", mark, tuple(devices), job.train.steps, job_to_dict(job), "", time.time(), queued)
     _write(folder, record)
     recording = Recording()

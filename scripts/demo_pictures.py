@@ -1,9 +1,5 @@
-"""Pictures of what a model has learned: a small sampler, and a sheet of images with a line of text over each row.
-
-The sampler is Euler's method on the flow: with the timesteps 1 = t_0 > ... > t_n = 0, spaced evenly and then shifted
-towards noise as in training, x <- x + (t_next - t) v(x, t). It is meant to show progress, not to replace a pipeline: no
-negative prompt, no other solver.
-"""
+"""Pictures of what a model has learned, drawn as samples of a training are, and a sheet of them with a line of text
+over each row."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from devicebridge.families.spec import ModelFamily
+from devicebridge.sampling.draw import ScheduledSteps
 from devicebridge.system.files import write_atomically
 from devicebridge.training.objective import make_generator
 from torch import nn
@@ -24,12 +21,6 @@ if TYPE_CHECKING:
 
 _GAP = 6  # pixels between the images of a sheet
 _LABEL_HEIGHT = 26
-
-
-def euler_sigmas(steps: int, shift_factor: float) -> torch.Tensor:
-    """Timesteps from 1 down to 0, shifted towards noise: t' = s t / (1 + (s - 1) t). [steps + 1], float32"""
-    t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return (shift_factor * t / (1 + (shift_factor - 1) * t)).float()
 
 
 @torch.no_grad()
@@ -66,14 +57,14 @@ def sample_images(
     noise = [torch.randn(*latent_shape, generator=make_generator(seed, "preview", i)) for i in range(num_images)]
     latents = torch.stack(noise).to(home)
     states = {name: t.to(home, dtype).expand(num_images, *t.shape[1:]) for name, t in text.items()}
-    sigmas = euler_sigmas(steps, shift_factor)
+    scheduled = ScheduledSteps(steps, shift_factor)
     with _in_eval_mode(model):
-        for sigma, next_sigma in zip(sigmas[:-1], sigmas[1:], strict=True):
+        for index, sigma in enumerate(scheduled.levels):
             timesteps = sigma.expand(num_images).to(home)
             inputs = family.make_inputs(latents.to(dtype), timesteps, states, guidance)
             output = model(**inputs, return_dict=False)[0].to(home)  # the tail may be on another card
             velocity = family.read_prediction(output, latents).float()
-            latents = latents + (next_sigma - sigma).item() * velocity
+            latents = scheduled.step(index, latents, velocity, None, 1.0)
     return latents.cpu()
 
 

@@ -1,9 +1,4 @@
-"""Writing a file so that a reader sees the old content or the new one, never half of it.
-
-The new content goes into a temporary file in the same folder (a rename is atomic only inside one file system), is
-flushed to the disk, and then takes the name in one step. The folder is flushed too, else a power cut can undo the
-rename. Whoever dies half-way leaves a temporary file behind and the old one whole.
-"""
+"""Files written so that a reader sees the old content or the new one; JSON of others; folders looked through."""
 
 from __future__ import annotations
 
@@ -50,7 +45,8 @@ def read_ordinary(path: Path, most_bytes: int, wanted: str) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Replace `path` by these bytes, which may come in pieces; missing folders are made.
+    """Replace `path` by these bytes, which may come in pieces; missing folders are made. A rename is atomic only inside
+    one folder's file system; without the folder's flush a power cut can undo it.
     Raises: OSError naming the file if the disk refuses; the old file is then still there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,12 +67,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def tensors_as_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A safetensors file of these.
-
-    Args:
-        tensors: on any device; copied to the CPU and made contiguous. Two names must not share memory.
-        metadata: strings for the file's header.
-    """
+    """A safetensors file of these, which may be on any device; two names must not share memory."""
     from safetensors.torch import save
 
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -151,8 +142,7 @@ def is_number(value: Any) -> bool:
 
 
 def expect(value: Any, kind: type | tuple[type, ...], what: str, remedy: str = "download it again") -> Any:
-    """The value, if it is of this kind; true and false are no numbers, nor is what is_number refuses.
-    Raises: ValueError."""
+    """The value, if it is of this kind, as which is_number takes numbers. Raises: ValueError."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) in (int, float) and not is_number(value):
         raise ValueError(f"{what} is a number that is not finite, or too large; {remedy}")

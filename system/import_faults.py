@@ -1,8 +1,5 @@
-"""Packages that are installed and cannot be imported: which one it is, and what its import said.
-
-Diffusers and transformers import lazily and wrap what fails: a torchvision of another build than torch ends as "Could
-not import module 'BloomPreTrainedModel'". The first cause is in the chain of exceptions.
-"""
+"""Packages that are installed and cannot be imported: which one it is, and what its import said. Diffusers and
+transformers import lazily and wrap what fails; the first cause is in the chain of exceptions."""
 
 from __future__ import annotations
 

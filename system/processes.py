@@ -1,11 +1,9 @@
 """Every process this pack starts is started here, from a list of arguments and never through a shell.
 
-A started process ends with us, however we end, SIGKILL included, and so does what it started in turn. But for those of
-start_detached, which outlive us on purpose. For that this file is also a program, the guard, between us and what we
-start, in a process group of their own. Its standard input is a pipe whose other end is ours alone. When we end, the
-system closes that, and the guard asks the group to end (SIGTERM), gives the command time to save, and kills the rest.
-Linux's parent-death signal would not do: it reaches no grandchild, and comes when the *thread* that started the process
-ends. On Windows a job object does it.
+It ends with us, however we end, SIGKILL included, and so does what it started in turn; but for those of start_detached.
+For that this file is also a program, the guard, in a process group with the command. Its standard input is a pipe whose
+other end is ours alone. When the system closes that, the guard asks the group to end, gives the command time to save,
+and kills the rest. (Linux's parent-death signal reaches no grandchild.) On Windows a job object does it.
 """
 
 from __future__ import annotations
@@ -98,10 +96,8 @@ def start(
     output: IO[Any] | None = None,
     stop_timeout_s: float = 10.0,
 ) -> Running:
-    """Start a program without waiting for it. It ends when we do.
-    folder: where it runs; None for here. environment: added to ours.
-    output: open file for standard output and errors; None keeps standard output for each_line.
-    stop_timeout_s: seconds between asking it to stop and killing it, also where we have ended.
+    """Start a program without waiting for it. environment: added to ours. output: open file for standard output and
+    errors; None keeps standard output for each_line. stop_timeout_s: seconds between SIGTERM and SIGKILL.
     Raises: OSError if the program cannot be started."""
     options: dict[str, Any] = {
         "cwd": folder,
@@ -194,12 +190,9 @@ class ProcessMark:
             return not is_ours
 
 
-def own_mark() -> ProcessMark:
-    """This process."""
-    return _mark_of(os.getpid())
-
-
-def _mark_of(pid: int) -> ProcessMark:
+def mark_of(pid: int = 0) -> ProcessMark:
+    """The process that has this number now; 0 for this one."""
+    pid = pid or os.getpid()
     return ProcessMark(pid, _process(pid) or 0.0, platform.node())
 
 
@@ -235,7 +228,7 @@ def start_detached(
                 try_lock(output)
         process = subprocess.Popen([str(part) for part in command], stdout=output, **options)
     threading.Thread(target=process.wait, name="devicebridge-reaper", daemon=True).start()  # no zombie stays
-    return _mark_of(process.pid)
+    return mark_of(process.pid)
 
 
 # ---- the guard, a program of its own ----

@@ -1,8 +1,5 @@
-"""How a process of ours is stopped: Ctrl-C, SIGTERM (`kill`, a shutdown) or SIGHUP (its terminal has closed).
-
-The first asks for an orderly end, with everything saved. A second Ctrl-C ends at once; a second SIGTERM or SIGHUP
-changes nothing, for a closing session sends several.
-"""
+"""How a process of ours is stopped: Ctrl-C, SIGTERM (`kill`, a shutdown) or SIGHUP (its terminal has closed). The
+first asks for an orderly end. A second Ctrl-C ends at once; a closing session sends several of the others."""
 
 from __future__ import annotations
 
@@ -117,11 +114,6 @@ def _handling(numbers: list[signal.Signals], handler: Handler) -> Iterator[None]
 
 Request = Literal["stop", "save", "sample"]
 REQUESTS: tuple[Request, ...] = get_args(Request)
-
-
-def nothing_asked(what: Request) -> bool:
-    """Of a run that nobody outside knows."""
-    return False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """What a process says, in one place: what nobody can read, or its reader cannot spell, breaks nothing that is done.
-
-Names of files, captions and what files say of themselves are somebody else's, and a terminal obeys control characters.
-So whatever is printed or logged goes through `printable`.
-"""
+A terminal obeys control characters in names, captions and metadata; `printable` spells them."""
 
 from __future__ import annotations
 

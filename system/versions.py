@@ -9,11 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TestedRange:
-    """The versions that were tested, first and last included. "2.13" covers 2.13.1.
-
-    Args:
-        needed_for: what does not work without the package, in a user's words.
-    """
+    """The versions that were tested, first and last included. "2.13" covers 2.13.1. needed_for: in a user's words."""
 
     first: str
     last: str

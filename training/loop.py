@@ -25,7 +25,7 @@ from ..parallel.ranks.group import ALONE, RankLost, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
-from ..system.stopping import Request, nothing_asked
+from ..system.stopping import Request
 from .adapter import LoraHandle
 from .batches import CachedSamples
 from .objective import NoiseSchedule, NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
@@ -90,7 +90,7 @@ class Trainer:
     events: EventLog
     save_lora: Callable[[Path], Path]
     compiled: tuple[CompiledBlocks, ...] = ()
-    is_asked: Callable[[Request], bool] = nothing_asked
+    is_asked: Callable[[Request], bool] = lambda what: False
     samples: Samples | None = None
     ranks: Ranks = ALONE
     dtype: torch.dtype | None = None

@@ -13,6 +13,8 @@ from devicebridge.planning import cards as machine_module
 from devicebridge.system.versions import TESTED, TestedRange
 from devicebridge.tests.emulated import CARDS, emulated_cards
 
+SPLIT = "Split Model Across GPUs (sampling in ComfyUI)"
+
 
 @pytest.fixture(autouse=True)
 def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,13 +80,13 @@ def _two_cards(**missing: None) -> dict[str, Any]:
 
 def test_a_split_needs_two_gpus_and_a_split_model_comfyui_but_nothing_for_training() -> None:
     versions = {name: {"found": "1" if name == "torch" else None} for name in TESTED}
-    judges, two = dict(doctor._FEATURES), _two_cards()
-    judge = judges["Split Model Across GPUs (sampling in ComfyUI)"]
-    sampling, one = {"versions": versions, "comfyui": "there"}, {"devices": two["devices"][1:]}
-    for each, facts in ((judge, two | sampling), (judges["LoRA training split over GPUs"], two)):
-        assert each(facts | one) == "needs two GPUs or more; torch finds 1" and each(facts) == ""
-    assert judges["LoRA training on a GPU"](two | one) == ""
-    assert judge(two | sampling | {"comfyui": None}).startswith("no ComfyUI was found")
+    two, one = _two_cards(), {"devices": _two_cards()["devices"][1:]}
+    sampling = two | {"versions": versions, "comfyui": "there"}
+    for each, facts in ((SPLIT, sampling), ("LoRA training split over GPUs", two)):
+        assert doctor.why_not(facts | one, each) == "needs two GPUs or more; torch finds 1"
+        assert doctor.why_not(facts, each) == ""
+    assert doctor.why_not(two | one, "LoRA training on a GPU") == ""
+    assert doctor.why_not(sampling | {"comfyui": None}, SPLIT).startswith("no ComfyUI was found")
 
 
 def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,9 +114,8 @@ def test_the_report_says_what_a_comfyui_has_changed(monkeypatch: pytest.MonkeyPa
     assert "    comfy.samplers cannot be imported (No module named 'comfy')" in lines
     refused = next(line for line in lines if "so these do not work" in line)
     assert "DeviceBridgeSplitModel" in refused and "training of ComfyUI's own models" in refused
-    judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
     two = {**facts, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}]}
-    assert judge(two).startswith("ComfyUI 0.99.0 changed what DeviceBridge relies on here: ")
+    assert doctor.why_not(two, SPLIT).startswith("ComfyUI 0.99.0 changed what DeviceBridge relies on here: ")
 
 
 def test_a_package_that_comfyui_imports_and_its_python_lacks_is_no_change(monkeypatch, tmp_path):
@@ -124,8 +125,8 @@ def test_a_package_that_comfyui_imports_and_its_python_lacks_is_no_change(monkey
     monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
     text = doctor.report(facts := doctor.collect())
     assert "cannot import ComfyUI (No module named 'frobnicator'). Name its own" in text and "has changed" not in text
-    judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
-    assert judge({**facts, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}]}) == facts["python_fault"]
+    two = {**facts, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}]}
+    assert doctor.why_not(two, SPLIT) == facts["python_fault"]
 
 
 def test_a_comfyui_whose_python_does_not_start_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -587,7 +587,10 @@ def test_a_card_that_is_here_says_itself_why_it_refuses_a_scheme(monkeypatch):
         "devicebridge.planning.question.refusal", lambda settings, devices: f"{settings.scheme}: too old"
     )
     cards = make_cards(8, refuses=frozenset({"fp8-compute"}))
-    for has_context, message in ((True, "^fp8-compute: too old$"), (False, "cuda:0 has no products in it; use int8-")):
+    for has_context, message in (
+        (True, "^fp8-compute: too old$"),
+        (False, "cuda:0 has no products in fp8-compute; use int8-"),
+    ):
         here = [dataclasses.replace(card, has_context=has_context) for card in cards]
         with pytest.raises(ValueError, match=message):
             plan_training(make_question(full_size(), here))

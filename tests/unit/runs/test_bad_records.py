@@ -15,10 +15,10 @@ from devicebridge.runs.record import read_record
 from devicebridge.runs.store import RunStore
 from devicebridge.system import processes
 from devicebridge.system.files import expect
-from devicebridge.system.processes import own_mark
+from devicebridge.system.processes import mark_of
 from devicebridge.tests.bad_inputs import make_pipe
 
-MARK = asdict(own_mark())
+MARK = asdict(mark_of())
 RECORD = {"status": "running", "process": MARK, "devices": ["cuda:0"], "steps": 9, "job": {}, "message": "", "since": 1}
 EVENTS: list[dict[str, Any]] = [
     {"kind": "phase", "name": "loading", "blocks": [["cuda:0", 2]]},

@@ -15,7 +15,7 @@ from devicebridge.runs import store as runs_store
 from devicebridge.runs.api import Api, Host, News
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import NotThere, RunStore
-from devicebridge.system.processes import own_mark
+from devicebridge.system.processes import mark_of
 
 NUM_RUNS = 510
 _opened: list[str] | None = None
@@ -40,7 +40,7 @@ def opened() -> Iterator[list[str]]:
 
 def _write(run: Path, status: str = "finished", **process: Any) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    record = {"status": status, "process": {**asdict(own_mark()), **process}, "devices": ["cuda:0"], "steps": 9}
+    record = {"status": status, "process": {**asdict(mark_of()), **process}, "devices": ["cuda:0"], "steps": 9}
     (run / "run.new").write_text(json.dumps({**record, "job": {}, "message": "", "since": 1.0}))
     (run / "run.new").replace(run / "run.json")
 

@@ -23,12 +23,12 @@ from devicebridge.runs.queue import MEMORY, JobQueue, explain
 from devicebridge.runs.record import read_record, recorded_run, run_lock
 from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints, settings_of
 from devicebridge.system.locks import is_locked, take_claim
-from devicebridge.system.processes import ProcessMark, own_mark, start_detached
+from devicebridge.system.processes import ProcessMark, mark_of, start_detached
 from devicebridge.system.stopping import Requests
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training.state import list_checkpoints as full_checkpoints
 
-OWN = asdict(own_mark())
+OWN = asdict(mark_of())
 
 
 def _write_events(folder: Path, *events: dict[str, Any]) -> None:
