@@ -31,8 +31,7 @@ class Placement:
     """One device per block; everything else is on the main device. Names are fqns in execution order. [num_blocks]
     tail: modules and parameters behind the last block that live on its device instead, for pipelines.
     replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
-    row_shares: of the rows of each microbatch, relative to each other; () if replicas compute microbatches of their own.
-    """
+    row_shares: of each microbatch's rows, relative to each other; () if replicas compute microbatches of their own."""
 
     blocks: tuple[str, ...]
     devices: tuple[torch.device, ...]
@@ -337,7 +336,7 @@ def native_list(layout: NativeModel) -> BlockList:
 
 
 def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
-    """Of one block's forward: 2 * weights * tokens for linears and convolutions, 4 S² D for attention over all tokens."""
+    """Of one forward: 2 * weights * tokens for linears and convolutions, 4 S² D for attention over all tokens."""
     layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
     return 4.0 * (num_image_tokens + num_text_tokens) ** 2 * attention_width(block, block_list) + sum(layers.values())
 
