@@ -117,10 +117,8 @@ def test_progress_in_a_log_is_a_line_now_and_then(capsys):
     show = Terminal()
     for done in range(1, 501):
         show(_progress(done, per_second=20.0, left_s=(500 - done) / 20))
-    assert capsys.readouterr().out.splitlines() == [
-        "captions 1/500, 20.0 captions/s, about 25 s left",
-        "captions 500/500, 20.0 captions/s",
-    ]
+    first, last = "captions 1/500, 20.0 captions/s, about 25 s left", "captions 500/500, 20.0 captions/s"
+    assert capsys.readouterr().out.splitlines() == [first, last]
 
 
 def test_mistakes_are_one_message_and_code_2(tmp_path, capsys):

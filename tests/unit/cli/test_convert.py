@@ -6,7 +6,6 @@ import json
 import shutil
 
 import pytest
-import yaml
 from devicebridge.cli.convert import convert_file
 from devicebridge.cli.main import main
 from devicebridge.config.job import FolderConfig, load_job
@@ -25,15 +24,8 @@ config:
       training_folder: "{0}/out"
       device: cuda:0
       trigger_word: "p3r5on"
-      network:
-        type: "lora"
-        linear: 32
-        linear_alpha: 16
-      save:
-        dtype: float16
-        save_every: 250
-        max_step_saves_to_keep: 4
-        push_to_hub: false
+      network: {{type: "lora", linear: 32, linear_alpha: 16}}
+      save: {{dtype: float16, save_every: 250, max_step_saves_to_keep: 4, push_to_hub: false}}
       datasets:
         - folder_path: "{0}/data"
           caption_ext: "txt"
@@ -51,29 +43,13 @@ config:
         timestep_type: 'sigmoid'
         optimizer: "adamw8bit"
         lr: 1e-4
-        ema_config:
-          use_ema: true
-          ema_decay: 0.99
+        ema_config: {{use_ema: true, ema_decay: 0.99}}
         dtype: bf16
-      model:
-        name_or_path: "{0}/model"
-        quantize: true
-        low_vram: true
+      model: {{name_or_path: "{0}/model", quantize: true, low_vram: true}}
       sample:
-        sampler: "flowmatch"
-        sample_every: 250
-        width: 1024
-        height: 768
-        prompts:
-          - "[trigger] playing chess"
-          - "a horse, fish eye lens"
-        neg: ""
-        seed: 42
-        walk_seed: true
-        guidance_scale: 4
-        sample_steps: 20
-meta:
-  name: "[name]"
+        {{sampler: "flowmatch", sample_every: 250, width: 1024, height: 768, neg: "", seed: 42, walk_seed: true,
+          prompts: ["[trigger] playing chess", "a horse, fish eye lens"], guidance_scale: 4, sample_steps: 20}}
+meta: {{name: "[name]"}}
 """
 DIFFUSION_PIPE = """
 output_dir = '{0}/out'
@@ -318,7 +294,7 @@ CHANGED = {
         ('caption_ext: "txt"', 'default_caption: "a cat"', "data.folders.caption", "a cat"),
         ('caption_ext: "txt"', "shuffle_tokens: true", "data.shuffle_tags", True),
         ('type: "lora"', "type: lokr", "lora.rank", 1024),
-        ('type: "lora"', "type: lokr\n        lokr_full_rank: false", "lora.alpha", 16.0),
+        ('type: "lora"', "type: lokr, lokr_full_rank: false", "lora.alpha", 16.0),
         ("gradient_accumulation_steps: 2", "gradient_accumulation: 2", "train.steps", 2000),
         ("timestep_type: 'sigmoid'", "seed: 1", "objective.timestep_sampling", "sigmoid"),
         ("timestep_type: 'sigmoid'", "timestep_type: linear", "objective.timestep_sampling", "uniform"),
@@ -523,11 +499,8 @@ def test_other_values_become_ours_or_are_listed(folder, trainer, old, new, key, 
 def test_a_file_of_a_dataset_becomes_a_job_without_a_model(folder, trainer):
     _write(folder, trainer)
     values, notes, _ = convert_file(folder / TRAINERS[trainer][2])
-    assert values["data"]["folders"][0]["path"] == str(folder / "data") and set(values) <= {
-        "data",
-        "train",
-        "evaluation",
-    }
+    assert values["data"]["folders"][0]["path"] == str(folder / "data")
+    assert set(values) <= {"data", "train", "evaluation"}
     missing = {note.split(": ")[1] for note in notes if note.startswith("To be filled in")}
     assert missing == {"model.path", "train.steps", "output.folder"}
 
@@ -535,12 +508,8 @@ def test_a_file_of_a_dataset_becomes_a_job_without_a_model(folder, trainer):
 def test_folders_of_kohya_are_given_without_a_file(folder, capsys):
     assert main(["convert", str(folder / "images"), "--model", str(folder / "model")]) == 0
     out = capsys.readouterr().out
-    assert (
-        'path = "' + str(folder / "images" / "10_my_cat") in out
-        and "repeats = 10" in out
-        and '"my_cat"' in out
-        and "[lora]" not in out
-    )
+    path = str(folder / "images" / "10_my_cat")
+    assert all(each in out for each in (f'path = "{path}', "repeats = 10", '"my_cat"')) and "[lora]" not in out
     assert "To be filled in: train.steps" in out and "To be filled in: model.path" not in out
 
 
@@ -551,7 +520,7 @@ def test_folders_of_kohya_are_given_without_a_file(folder, capsys):
         ("a.json", '{"--model_family": "flux",\n "--seed": [1}', ["line 2"]),
         ("a.toml", "dit = 'x'\nseed = \n", ["line 2"]),
         ("a.toml", "dit = 'x'\nnetwork_dim = 0\n", ["lora.rank", "network_dim, line 2"]),
-        ("a.yaml", AI_TOOLKIT.replace("1e-4", "fast"), ["optimizer.learning_rate", "train.lr, line 36"]),
+        ("a.yaml", AI_TOOLKIT.replace("1e-4", "fast").format("x"), ["optimizer.learning_rate", "train.lr, line 29"]),
         ("a.yaml", "config: &a\n  process: [{x: *a}]\n", ["aliases"]), ("a.json", "[1, 2]", ["a.json"]),
         ("a.yaml", "config:\n  process: 5\n", ["ai-toolkit"]),
         ("a.json", '{"training_method": "LORA", "concepts": [3]}', ["OneTrainer"]),
@@ -574,9 +543,8 @@ def test_epochs_that_are_no_number_of_steps_are_refused_by_the_name_of_the_file(
 
 
 def test_what_a_file_says_stays_in_comments(tmp_path):
-    (tmp_path / "a.json").write_text(
-        json.dumps({"training_method": "LORA", "x\n[optimizer]\r\nallow_import = true": 5})
-    )
+    said = {"training_method": "LORA", "x\n[optimizer]\r\nallow_import = true": 5}
+    (tmp_path / "a.json").write_text(json.dumps(said))
     assert main(["convert", str(tmp_path / "a.json"), "-o", str(tmp_path / "job.toml")]) == 0
     assert not {"allow_import"} & parse_toml((tmp_path / "job.toml").read_bytes()).get("optimizer", {}).keys()
 
@@ -586,16 +554,6 @@ def test_a_job_that_is_there_is_not_overwritten(folder, capsys):
     (folder / "mine.toml").write_text("mine")
     assert main(["convert", str(path), "-o", str(folder / "mine.toml")]) == 2
     assert (folder / "mine.toml").read_text() == "mine" and "mine.toml" in capsys.readouterr().err
-
-
-def test_the_texts_of_this_file_are_what_other_readers_see(tmp_path):
-    """YAML's own reader, and JSON's where no comma is too many, agree on the numbers that the tables above expect."""
-    process = yaml.safe_load(AI_TOOLKIT.format(tmp_path))["config"]["process"][0]
-    assert process["train"]["lr"] == "1e-4" and process["network"]["linear"] == 32
-    assert json.loads(ONE_TRAINER.format(tmp_path))["lora_rank"] == 24
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(SIMPLE_TUNER.format(tmp_path))
-    shutil.rmtree(tmp_path)
 
 
 def test_images_of_regularisation_are_repeated_as_often_as_there_are_others(folder):

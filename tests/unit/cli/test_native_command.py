@@ -29,13 +29,9 @@ STOCK = {"stock_clip": ["clip.safetensors"], "stock_clip_type": "flux2", "stock_
 
 
 def _values(folder: Path, **sections: Any) -> dict[str, Any]:
-    return {
-        "model": {"path": "model.safetensors", "family": "comfyui"},
-        "data": {"folders": [{"path": str(folder / "images")}]},
-        "train": {"steps": 1},
-        "output": {"folder": str(folder / "run")},
-        **sections,
-    }
+    values = {"model": {"path": "model.safetensors", "family": "comfyui"}, "train": {"steps": 1}}
+    values |= {"data": {"folders": [{"path": str(folder / "images")}]}, "output": {"folder": str(folder / "run")}}
+    return values | sections
 
 
 def _job_file(folder: Path, **sections: Any) -> Path:
@@ -74,14 +70,11 @@ def test_the_command_goes_on_with_comfyuis_python_and_the_same_arguments(tmp_pat
     (comfyui / "main.py").touch()
     python = comfyui / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getpid(), *sys.argv]))\nexit(7)\n"
-    )
+    prints = "import json, os, sys\nprint(json.dumps([os.getpid(), *sys.argv]))\nexit(7)\n"
+    python.write_text(f"#!{sys.executable}\n{prints}")
     python.chmod(0o755)
-    code = (
-        "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack'](); "
-        "from devicebridge.cli.main import main; sys.exit(main(sys.argv[2:]))"
-    )
+    code = "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack'](); "
+    code += "from devicebridge.cli.main import main; sys.exit(main(sys.argv[2:]))"
     arguments = ["-v", "train", str(_job_file(tmp_path)), "--resume"]
     command = [sys.executable, "-c", code, str(ROOT / "bootstrap.py"), *arguments]
     monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
@@ -135,9 +128,8 @@ def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(tmp_pat
     native = native_command("/comfy/python", "/comfy/code", "/comfy/base")
     queue = JobQueue(RunStore(tmp_path), tmp_path / "user", lambda job: None, native=native)
     for name, family in (("ours", ""), ("theirs", "comfyui")):
-        job = make_job(
-            _values(tmp_path, model={"path": "/m", "family": family}, output={"folder": str(tmp_path / name)})
-        )
+        model, output = {"path": "/m", "family": family}, {"folder": str(tmp_path / name)}
+        job = make_job(_values(tmp_path, model=model, output=output))
         save_job(job, tmp_path / f"{name}.toml")
         queue.add(job, [f"cuda:{name}"], is_resumed=name == "theirs")
     queue.tick()

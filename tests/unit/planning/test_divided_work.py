@@ -100,24 +100,21 @@ def test_attention_is_as_wide_as_what_runs_over_tokens() -> None:
 
 
 def test_guidance_is_a_number_where_the_model_says_so() -> None:
-    model: Any = nn.Module()
-    assert not has_guidance(model)
+    assert not has_guidance(nn.Module())
     for given in (True, False):
-        model.params = types.SimpleNamespace(guidance_embed=given)
+        model: Any = types.SimpleNamespace(params=types.SimpleNamespace(guidance_embed=given))
         assert has_guidance(model) is given
 
 
 @pytest.mark.parametrize(
     ("keys", "joint", "rows"),
     [
-        ("=txt+img", False, 9 + 5),
-        ("=x", True, 9 + 5),
+        ("=txt+img", False, 9 + 5), ("=x", True, 9 + 5), ("", False, 0),
         ("=x", False, 9),  # text is attended to, and every card has it
         ("attn1=v audio_attn1=a audio_to_video_attn=a video_to_audio_attn=v", False, 9 + 9),
         ("=txt+x/x", False, 9 + 5 + 9),  # two attentions, the second of the picture alone
-        ("", False, 0),
     ],
-)
+)  # fmt: skip
 def test_keys_and_values_of_all_rows_are_counted(keys, joint, rows) -> None:
     assert key_bytes(Separate(), keys, BlockList("blocks", is_joint=joint), (9, 5), 2) == 2 * rows * WIDTH * 2
 

@@ -1,6 +1,5 @@
 """A forecast against what really is held: by emulated cards while tiny models train, by two H200 as once measured."""
 
-import dataclasses
 import gc
 import itertools
 import json
@@ -58,22 +57,14 @@ LORA = LoraSettings(rank=4, alpha=4.0)
 NO_OVERHEAD = Backend(workspace=0, fragmentation=0.0, context=0)
 
 
-class _Peaks:
-    def __init__(self) -> None:
-        self.of = dict.fromkeys(CARDS[:2], 0)
-
-    def look(self) -> None:
-        for card in self.of:
-            self.of[card] = max(self.of[card], live_bytes(card))
-
-
 @contextmanager
-def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Peaks]:
-    peaks = _Peaks()
+def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, int]]:
+    """The most that each card holds inside."""
+    peaks = dict.fromkeys(CARDS[:2], 0)
 
     def made(tensor: EmulatedTensor, data: torch.Tensor, device: torch.device) -> None:
         if data.untyped_storage().nbytes() >= SMALL:
-            peaks.look()
+            peaks.update({card: max(peak, live_bytes(card)) for card, peak in peaks.items()})
 
     with monkeypatch.context() as patch:
         patch.setattr(EmulatedTensor, "__init__", made)
@@ -115,8 +106,8 @@ def _train(tiny, cut, kept, accumulation, scheme, monkeypatch, *, swapped=(0, 0)
             if picture is not None:
                 model.eval()
                 with torch.no_grad():
-                    _loss(model, family, dataclasses.replace(tiny, latent_shape=picture))
-        return peaks.of
+                    _loss(model, family, replace(tiny, latent_shape=picture))
+        return peaks
 
 
 def _loss(model: Any, family: Any, tiny: Any) -> torch.Tensor:
@@ -141,16 +132,14 @@ def _forecast(tiny, cut, kept, accumulation, scheme, *, swapped=(0, 0), offloads
     return {card: forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
 
 
-def _dry_run(tiny: Any, shape: tuple[int, int, int, int], scheme: str, **given: Any) -> StepCost:
-    import diffusers
-
-    family = tiny.family
+def _dry_run(
+    tiny: Any, shape: Any, scheme: str, dtype: Any = torch.float32, has_fused: bool = False, **given: Any
+) -> StepCost:
     with torch.device("meta"):
-        model = getattr(diffusers, family.transformer_class)(**tiny.transformer_config)
-    quantize = None if scheme == "none" else QuantizeSettings(scheme)
-    work = Work(shape, 1, torch.float32, quantize, LORA, **given)
-    kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
-    return dry_run_step(model, _info(family, tiny.transformer_config), _variant(tiny), work, kernels)
+        model = getattr(diffusers, tiny.family.transformer_class)(**tiny.transformer_config)
+    work = Work(shape, 1, dtype, None if scheme == "none" else QuantizeSettings(scheme), LORA, **given)
+    kernels = Kernels(device_kernels(CARDS[0]), has_fused=has_fused, rounding=1)
+    return dry_run_step(model, _info(tiny.family, tiny.transformer_config), _variant(tiny), work, kernels)
 
 
 def _info(family: Any, config: Any) -> CheckpointInfo:
@@ -160,16 +149,13 @@ def _info(family: Any, config: Any) -> CheckpointInfo:
 def _variant(tiny: Any) -> Any:
     """The family's, with the tiny model's text."""
     variant = tiny.family.variants[0]
-    encoders = [
-        dataclasses.replace(encoder, max_length=tiny.text_shapes[encoder.output][0])
-        for encoder in variant.text_encoders
-    ]
-    return dataclasses.replace(variant, text_encoders=tuple(encoders), training_guidance=tiny.guidance)
+    encoders = (replace(each, max_length=tiny.text_shapes[each.output][0]) for each in variant.text_encoders)
+    return replace(variant, text_encoders=tuple(encoders), training_guidance=tiny.guidance)
 
 
 def _tiny(name: str) -> Any:
     """Pictures large enough for activations to matter beside weights."""
-    return dataclasses.replace(TINY[name], latent_shape=(*TINY[name].latent_shape[:2], 16, 16))
+    return replace(TINY[name], latent_shape=(*TINY[name].latent_shape[:2], 16, 16))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +187,7 @@ def test_forecast_of_swapped_blocks_is_what_emulated_cards_hold(scheme, monkeypa
     """Of 7 single blocks on the second card 1 keeps its activations and 5 stream through two slots."""
     monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
     config = {**TINY["flux2"].transformer_config, "num_single_layers": 8}
-    tiny = dataclasses.replace(TINY["flux2"], transformer_config=config)  # with pictures so small that weights matter
+    tiny = replace(TINY["flux2"], transformer_config=config)  # with pictures so small that weights matter
     setting = 3, (0, 1), 1, scheme
     resident, swapped = _forecast(tiny, *setting), _forecast(tiny, *setting, swapped=(0, 5))
     measured = _train(tiny, *setting, monkeypatch, swapped=(0, 5))
@@ -213,7 +199,7 @@ def test_forecast_of_swapped_blocks_is_what_emulated_cards_hold(scheme, monkeypa
 def test_forecast_with_offloaded_inputs_is_what_emulated_cards_hold(monkeypatch):
     """A deep model, mostly on the second card, with two micro-batches a step."""
     tiny = _tiny("flux2")
-    tiny = dataclasses.replace(tiny, transformer_config={**tiny.transformer_config, "num_single_layers": 8})
+    tiny = replace(tiny, transformer_config={**tiny.transformer_config, "num_single_layers": 8})
     plain, forecast = (_forecast(tiny, 1, (0, 0), 2, "none", offloads=offloads) for offloads in (False, True))
     measured = _train(tiny, 1, (0, 0), 2, "none", monkeypatch, offloads=True)
     errors = {str(card): forecast[card] / measured[card] - 1 for card in measured}
@@ -229,8 +215,6 @@ _SLICE_OF_THE_RUN = 150_000_000_000 // 256  # about: how many weights were trans
 @pytest.mark.parametrize(("scheme", "side"), [("bf16", 1024), ("fp8-compute", 512), ("int8-compute", 1024)])
 def test_forecast_is_what_two_cards_held(scheme, side, monkeypatch):
     """Full-size FLUX.2, LoRA in bfloat16, cut 23 + 33, every block checkpointed. The run counted no workspaces."""
-    import diffusers
-
     family = find_family("flux2")
     variant = family.variants[0]
     with torch.device("meta"):
@@ -273,11 +257,8 @@ def test_the_sum_of_one_card_by_hand():
     # the last block's backward: six inputs, the constants, recomputation; no gradient of a later block yet
     assert (found.moment, found.checkpoints, found.kept, found.moving) == ("backward of blocks.5", 607, 0, 800)
     assert found.allocated == 6050 + 60 + 60 + 607 + 800
-
-
-def test_accumulated_gradients_are_there_all_the_time():
-    found = _forecaster({"accumulation": 3}).device("a", StagePlan(0, 1, 0, 6))
-    assert found.gradients == 60
+    accumulated = _forecaster({"accumulation": 3}).device("a", StagePlan(0, 1, 0, 6))
+    assert accumulated.gradients == 60  # all the time
 
 
 def test_kept_blocks_hold_their_activations_and_need_no_recomputation():
@@ -339,7 +320,7 @@ def test_slots_are_as_large_as_the_largest_swapped_block():
     forecaster = Forecaster(cost, Optimizer(0.0, 0.0), backend=NO_OVERHEAD)
     plan = StagePlan(0, 1, 0, 6, num_uncheckpointed=2, num_offloaded=2)
     assert forecaster.streamed_bytes(plan) == 6000 and forecaster.saved_bytes(plan) == 0
-    third = dataclasses.replace(plan, num_offloaded=3)  # blocks 0, 2 and 3
+    third = replace(plan, num_offloaded=3)  # blocks 0, 2 and 3
     assert forecaster.streamed_bytes(third) == 5000 and forecaster.saved_bytes(third) == -1000
 
 
@@ -382,19 +363,9 @@ def test_the_meter_counts_storages_once_and_forgets_them():
 
 def test_cards_do_not_keep_attention_probabilities_and_plain_torch_does():
     tiny = _tiny("flux2")
-    sizes = {}
-    for has_fused in (True, False):
-        with torch.device("meta"):
-            import diffusers
-
-            model = diffusers.Flux2Transformer2DModel(**tiny.transformer_config)
-        variant = _variant(tiny)
-        work = Work(tiny.latent_shape, 1, torch.bfloat16, None, LORA)
-        kernels = Kernels(has_fused=has_fused, rounding=1)
-        found = dry_run_step(model, _info(tiny.family, tiny.transformer_config), variant, work, kernels)
-        sizes[has_fused] = found.blocks[-1].kept
-    probabilities = 4 * 261 * 261 * 4  # heads, tokens, tokens, bytes
-    assert sizes[False] - sizes[True] > probabilities
+    runs = (_dry_run(tiny, tiny.latent_shape, "none", torch.bfloat16, has_fused) for has_fused in (True, False))
+    fused, plain = (found.blocks[-1].kept for found in runs)
+    assert plain - fused > 4 * 261 * 261 * 4  # heads, tokens, tokens, bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.costs import BlockCost
-from devicebridge.planning.plan import TrainingPlan, draw_plan, plan_training, plan_values
+from devicebridge.planning.plan import TrainingPlan, plan_training, plan_values
 from devicebridge.planning.question import Question
 from devicebridge.planning.search import needed_at_least, what_helps
 from devicebridge.planning.times import ASSUMED_LINK_BYTES_PER_S
@@ -45,6 +45,8 @@ def test_two_cards_of_24_gb_each_take_all_of_flux1_in_8_bits(scheme):
     assert first.optimizer == 2 * first.lora > 0 == other.optimizer
     assert other.num_uncheckpointed >= first.num_uncheckpointed and max(first.needed, other.needed) <= 0.95 * 24 * GB
     assert _times_longer(plan, "pipeline") > 1
+    setting = plan_values(plan)["setting"]
+    assert setting["replicas"] == ["cuda:0", "cuda:1"] and setting["split_at"] == []
 
 
 def test_what_one_card_cannot_hold_is_split():
@@ -86,10 +88,8 @@ def test_a_longer_step_fills_a_pipeline_whose_blocks_keep_their_activations():
 
 
 def test_the_user_overrules_it_both_ways():
-    split = _plan("flux1", parallel={"strategy": "pipeline"})
-    assert split.setting.strategy == "pipeline"
-    manual = _plan("flux1", split={"balance": "manual", "split_at": [20]})
-    assert manual.setting.strategy == "pipeline"
+    for sections in ({"parallel": {"strategy": "pipeline"}}, {"split": {"balance": "manual", "split_at": [20]}}):
+        assert _plan("flux1", **sections).setting.strategy == "pipeline"
     forced = _plan("flux1", train={"gradient_accumulation_steps": 8}, parallel={"strategy": "data"})
     assert forced.setting.strategy == "data"
     question = _ask("flux2", parallel={"strategy": "data"})
@@ -98,15 +98,7 @@ def test_the_user_overrules_it_both_ways():
     found = needed_at_least(question)
     assert found is not None and [stage.forecast.num_blocks for stage in found.stages] == [56, 56]
     assert all(stage.share > 1 for stage in found.stages)
-    helps = what_helps(question)
-    assert 'parallel.strategy = "auto"' in helps
-
-
-def test_it_is_shown_as_it_is():
-    plan = _plan("flux1")
-    setting = plan_values(plan)["setting"]
-    assert setting["replicas"] == ["cuda:0", "cuda:1"] and setting["split_at"] == []
-    assert draw_plan(plan).height > 100
+    assert 'parallel.strategy = "auto"' in what_helps(question)
 
 
 def _made_up(cards: list[Card], **sections: dict[str, Any]) -> TrainingPlan:
@@ -116,61 +108,46 @@ def _made_up(cards: list[Card], **sections: dict[str, Any]) -> TrainingPlan:
     return plan_training(make_question(MadeUpCosts(block), cards, link=1e10, **given))
 
 
+FOUR = {"train": {"gradient_accumulation_steps": 4}}
+
+
+def _data(cards: list[Card], **sections: dict[str, Any]) -> TrainingPlan:
+    return _made_up(cards, **{**FOUR, "parallel": {"strategy": "data"}, **sections})
+
+
 @pytest.mark.parametrize(
     ("accumulation", "speeds", "expected"),
     [
-        (4, (1.0, 1.0), 2),
-        (5, (1.0, 1.0), 3),
-        (6, (1.0, 1.0, 1.0), 2),
+        (4, (1.0, 1.0), 2), (5, (1.0, 1.0), 3), (6, (1.0, 1.0, 1.0), 2), (5, (1.0, 0.5), 4),
         (2, (1.0, 1.0, 0.1), 1),  # the slow one has nothing to do
-        (5, (1.0, 0.5), 4),
     ],
-)
+)  # fmt: skip
 def test_a_step_lasts_as_long_as_the_card_with_the_most_to_do(accumulation, speeds, expected):
-    sections = {
-        "train": {"gradient_accumulation_steps": accumulation},
-        "parallel": {"strategy": "data"},
-        "split": {"blocks_without_checkpointing": [0] * len(speeds)},
-    }
-    plan = _made_up(make_cards(*[100] * len(speeds), speeds=speeds), **sections)
+    train, split = {"gradient_accumulation_steps": accumulation}, {"blocks_without_checkpointing": [0] * len(speeds)}
+    plan = _data(make_cards(*[100] * len(speeds), speeds=speeds), train=train, split=split)
     assert plan.step_s == pytest.approx(30 * expected)
     assert all(device.held == 1 for device in plan.devices)
 
 
 def test_a_card_that_is_too_slow_or_too_small_is_split_with():
-    four = {"train": {"gradient_accumulation_steps": 4}}
-    assert _made_up(make_cards(100, 100), **four).setting.strategy == "data"
-    assert _made_up(make_cards(100, 100, speeds=(1.0, 0.1)), **four).setting.strategy != "data"
-    assert _made_up(make_cards(100, 9), **four).setting.strategy == "pipeline"
+    assert _made_up(make_cards(100, 100), **FOUR).setting.strategy == "data"
+    assert _made_up(make_cards(100, 100, speeds=(1.0, 0.1)), **FOUR).setting.strategy != "data"
+    assert _made_up(make_cards(100, 9), **FOUR).setting.strategy == "pipeline"
 
 
 def test_the_peak_of_a_tight_card_is_what_its_parts_are():
     """By hand. Weights 10, LoRA 1, gradients 1, on first 2 of optimizer; then either the backward of the last block, or
     the sums: as much again as the gradients."""
-    sections = {
-        "train": {"gradient_accumulation_steps": 4},
-        "parallel": {"strategy": "data"},
-        "split": {"blocks_without_checkpointing": [0, 0]},
-    }
-    first, other = _made_up(make_cards(100, 100), **sections).devices
+    first, other = _data(make_cards(100, 100), split={"blocks_without_checkpointing": [0, 0]}).devices
     assert first.moment == other.moment == "optimizer step"
     assert first.allocated - first.workspace == 15 * GB and other.allocated - other.workspace == 13 * GB
 
 
 def test_limits_and_kept_blocks_are_each_cards_own():
-    sections = {
-        "train": {"gradient_accumulation_steps": 4},
-        "parallel": {"strategy": "data"},
-        "split": {"blocks_without_checkpointing": [3, 7]},
-    }
-    plan = _made_up(make_cards(100, 100), **sections)
-    assert plan.uncheckpointed == (3, 7) and [device.num_uncheckpointed for device in plan.devices] == [3, 7]
-    sections["split"] = {"memory_limit_gb": [20.0, 5.0]}
-    with pytest.raises(ValueError, match="memory_limit_gb allows"):
-        _made_up(make_cards(100, 100), **sections)
-    sections["split"] = {"memory_limit_gb": [20.0]}
-    with pytest.raises(ValueError, match="memory_limit_gb has 1 values"):
-        _made_up(make_cards(100, 100), **sections)
+    assert _data(make_cards(100, 100), split={"blocks_without_checkpointing": [3, 7]}).uncheckpointed == (3, 7)
+    for limits, message in (([20.0, 5.0], "memory_limit_gb allows"), ([20.0], "memory_limit_gb has 1 values")):
+        with pytest.raises(ValueError, match=message):
+            _data(make_cards(100, 100), split={"memory_limit_gb": limits})
 
 
 @pytest.mark.parametrize(("cards", "accumulation"), [("24GB,24GB", 1), ("80GB", 4)])

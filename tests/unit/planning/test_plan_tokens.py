@@ -46,8 +46,7 @@ def _plan(cards: list[Card], **sections: Any) -> TrainingPlan:
 
 
 def test_weights_that_do_not_fit_stream_alike_on_all_cards_and_are_in_host_memory_once() -> None:
-    resident = _plan(make_cards(100, 100), **TOKENS)
-    assert resident.offloaded == (0, 0)
+    assert _plan(make_cards(100, 100), **TOKENS).offloaded == (0, 0)
     plan = _plan(make_cards(100, 12), **TOKENS)
     assert plan.setting.strategy == "tokens" and plan.uncheckpointed == (0, 0)
     assert plan.offloaded[0] == plan.offloaded[1] > 2
@@ -83,11 +82,8 @@ def _open(cards: list[Card], accumulation: int, keys: float = 0.0, **sections: A
 
 def test_cards_share_out_the_rows_of_a_single_micro_batch() -> None:
     plan = _open(make_cards(100, 100), 1)
-    assert (
-        plan.setting.strategy == "tokens"
-        and plan.placement.row_shares == (1.0, 1.0)
-        and "one card at a time" in plan.notes[0]
-    )
+    assert plan.setting.strategy == "tokens" and plan.placement.row_shares == (1.0, 1.0)
+    assert "one card at a time" in plan.notes[0]
     assert plan.step_s == pytest.approx(10)  # blocks keep their activations: a forward and a backward of half
 
 
@@ -126,10 +122,7 @@ def test_they_do_not_for_a_tenth(travelling: float, strategy: str) -> None:
 
 
 def test_eight_bit_state_is_not_taken_for_the_sake_of_speed() -> None:
-    plan = plan_training(
-        _ask(make_cards(15, 15), link=1e9, optimizer={"name": "auto"}, train={"gradient_accumulation_steps": 1})
-    )
-    assert plan.setting.optimizer == "adamw"
+    assert _open(make_cards(15, 15), 1, link=1e9, optimizer={"name": "auto"}).setting.optimizer == "adamw"
 
 
 def test_they_do_where_nothing_else_fits() -> None:
@@ -208,9 +201,5 @@ def test_the_longest_clip_is_the_last_that_fits() -> None:
             plan_training(question.changed(frames=frames + 1))
         return frames
 
-    one, split, shared = (
-        longest(make_cards(30)),
-        longest(make_cards(30, 30), parallel={"strategy": "none"}),
-        longest(make_cards(30, 30)),
-    )
-    assert 20 < one <= split < 30 and shared >= 2 * one
+    one, split = longest(make_cards(30)), longest(make_cards(30, 30), parallel={"strategy": "none"})
+    assert 20 < one <= split < 30 and longest(make_cards(30, 30)) >= 2 * one

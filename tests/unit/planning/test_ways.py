@@ -12,13 +12,10 @@ from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machin
 @pytest.mark.parametrize(
     ("work", "count", "blocks", "tensor"),
     [
-        (FLUX2, 1, 0.5816, 0.3288),  # blocks: one card's time
-        (FLUX2_512, 1, 0.178, 0.1053),
-        (WAN, 1, 1.074, 0.658),
-        (WAN, 2, 1.594, None),
-        (QWEN, 2, 0.302, 0.2278),
+        (FLUX2, 1, 0.5816, 0.3288), (FLUX2_512, 1, 0.178, 0.1053), (WAN, 1, 1.074, 0.658),  # blocks: one card's time
+        (WAN, 2, 1.594, None), (QWEN, 2, 0.302, 0.2278),
     ],
-)
+)  # fmt: skip
 def test_forecasts_are_near_what_two_h200_took(work, count, blocks, tensor) -> None:
     """Of short blocks as CUDA graphs; launched by Python they wait for the host, which is left out."""
     found = ways_of(work, machine_of()).seconds(count)
@@ -122,16 +119,9 @@ def test_a_tie_leaves_tensor_and_a_small_gain_leaves_blocks() -> None:
     assert 0.9 * found.blocks < alone.seconds(1).tokens < found.blocks and alone.fastest((1,)) == "blocks"
 
 
-@pytest.mark.parametrize(
-    ("link", "measured"),
-    [
-        (31.7, 0.645),
-        (21.7, 0.666),
-        (11.1, 0.879),
-    ],  # GB/s met; two H200, benchmarks/results/native_links_2xh200_2026-11-29.json
-)
+@pytest.mark.parametrize(("link", "measured"), [(31.7, 0.645), (21.7, 0.666), (11.1, 0.879)])
 def test_wan_by_groups_of_heads_takes_as_long_as_was_measured(link: float, measured: float) -> None:
-    """One card took 1.041 s per step."""
+    """GB/s of two H200; one card took 1.041 s per step (benchmarks/results/native_links_2xh200_2026-11-29.json)."""
     machine = MachineSpeed((1e12, 1e12), link * 1e9, "2026-11-29")
     work = ForwardWork(1.041 * 1e12 * 0.8, 0.0, 0.0, key_bytes=2 * 5.75e9)
     ways = Ways(work, machine, (0.5, 0.5), (), False, 2, (1.0, 1.0), groups=4)

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
 from devicebridge.cli.launch import torchrun_command
 from devicebridge.config.job import make_job, save_job
@@ -59,48 +61,40 @@ def _start_and_be_killed(number: int, timeout_s: float, *command: str, ready: Pa
     arguments = [sys.executable, "-c", STARTER, str(ROOT / "bootstrap.py"), str(timeout_s), *command]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None and starter.stdout.readline() == "started\n"
-        answer = _wait_for(ready)
+        answer = int(_until(lambda: _text(ready)))
         starter.send_signal(number)
         assert starter.wait(timeout=10) == -number
     return answer
 
 
+def _until(found: Callable[[], Any], seconds: float = 20) -> Any:
+    """What is found as soon as there is something, or at the end."""
+    end = time.monotonic() + seconds
+    while not (it := found()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return it
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 def _is_over(pid: int) -> bool:
     """Whether the process is gone, or a zombie that only waits to be collected."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
-
-
-def _wait_for(path: Path) -> int:
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        if path.exists() and path.read_text(encoding="utf-8"):
-            return int(path.read_text(encoding="utf-8"))
-        time.sleep(0.05)
-    raise AssertionError("the process did not start")
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def _ends(pid: int) -> bool:
-    """Whether the process is over within some seconds."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        if _is_over(pid):
-            return True
-        time.sleep(0.05)
-    return False
+    return bool(_until(lambda: _is_over(pid)))
 
 
-@pytest.mark.skipif(os.name == "nt", reason="process groups are POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
 @pytest.mark.parametrize("manner", ["obedient", "stubborn"])
 def test_leaving_the_block_ends_the_process_and_its_children(tmp_path: Path, manner: str) -> None:
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", PARENT, str(pid_file), manner]
     with pytest.raises(KeyboardInterrupt), processes.start(command, stop_timeout_s=0.5) as process:
-        child = _wait_for(pid_file)
+        child = int(_until(lambda: _text(pid_file)))
         left = time.monotonic()
         raise KeyboardInterrupt
     assert time.monotonic() - left < 20, "it ended by itself"
@@ -112,7 +106,7 @@ def test_leaving_the_block_ends_the_process_and_its_children(tmp_path: Path, man
 def test_a_process_is_asked_before_it_is_ended(tmp_path: Path) -> None:
     ready, saved = tmp_path / "ready", tmp_path / "saved"
     with processes.start([sys.executable, "-c", SAVER, str(ready), str(saved)]) as process:
-        _wait_for(ready)
+        _until(lambda: _text(ready))
     assert saved.read_text() == "saved"
     assert process.exit_code == 0
 
@@ -135,10 +129,7 @@ def test_a_process_and_its_children_end_with_us_however_we_end(tmp_path: Path, n
 def test_a_process_whose_starter_was_killed_has_time_to_save(tmp_path: Path) -> None:
     ready, saved = tmp_path / "ready", tmp_path / "saved"
     _start_and_be_killed(signal.SIGKILL, 20.0, sys.executable, "-c", SAVER, str(ready), str(saved), ready=ready)
-    end = time.monotonic() + 10
-    while not saved.exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert saved.read_text() == "saved"
+    assert _until(lambda: _text(saved)) == "saved"
 
 
 EARLY = """
@@ -187,25 +178,15 @@ def test_nohup_stays_in_force_and_other_signals_are_as_usual() -> None:
 
 def test_the_job_object_ends_its_processes_with_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of Windows, on any system; the sizes and numbers are those of its headers on 64 bits."""
-    calls: list[tuple[object, ...]] = []
-
-    class Function:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __call__(self, *arguments: object) -> int:
-            calls.append((self.name, *arguments))
-            return 77
-
-    names = ("CreateJobObjectW", "SetInformationJobObject", "AssignProcessToJobObject", "CloseHandle")
-    kernel = SimpleNamespace(**{name: Function(name) for name in names})
+    kernel = mock.MagicMock()
+    for name in ("CreateJobObjectW", "SetInformationJobObject", "AssignProcessToJobObject", "CloseHandle"):
+        getattr(kernel, name).return_value = 77
     monkeypatch.setattr(ctypes, "WinDLL", lambda name, use_last_error: kernel, raising=False)
     processes.end_with_us(5)()
-    assert [call[0] for call in calls] == list(names)
-    _, job, kind, limits, size = calls[1]
-    assert (job.value, kind, size, len(limits)) == (77, 9, 144, 144)  # type: ignore[attr-defined, arg-type]
-    assert int.from_bytes(limits[16:20], "little") == 0x2000 and not any(limits[20:])  # type: ignore[index]
-    assert [each.value for call in calls[2:] for each in call[1:]] == [77, 5, 77]  # type: ignore[attr-defined]
+    ((_, (_, _), _), (_, (job, kind, limits, size), _), (_, (_, process), _), (name, (handle,), _)) = kernel.mock_calls
+    assert (job.value, kind, size, len(limits)) == (77, 9, 144, 144)
+    assert int.from_bytes(limits[16:20], "little") == 0x2000 and not any(limits[20:])
+    assert (process.value, name, handle.value) == (5, "CloseHandle", 77)
 
 
 def test_an_interrupt_while_waiting_for_the_end_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +233,15 @@ def test_only_processes_py_starts_processes_and_never_through_a_shell() -> None:
     assert "shell=" not in (ROOT / "system" / "processes.py").read_text(encoding="utf-8")
 
 
+_STARTS = r"os\.(system|popen|fork|exec|spawn|posix_spawn)\w*"
+
+
 def _starts_processes(path: Path) -> bool:
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import) and {alias.name for alias in node.names} & {"subprocess", "multiprocessing"}:
-            return True
-        if isinstance(node, ast.ImportFrom) and node.module in {"subprocess", "multiprocessing"}:
-            return True
-        if isinstance(node, ast.Attribute) and re.fullmatch(
-            r"os\.(system|popen|fork|exec|spawn|posix_spawn)\w*", ast.unparse(node)
+        names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else {getattr(node, "module", "")}
+        call = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if names & {"subprocess", "multiprocessing"} or re.fullmatch(
+            r"os\.(system|popen|fork|exec|spawn|posix_spawn)\w*", call
         ):
             return True
     return False
@@ -313,7 +295,4 @@ def test_a_started_process_imports_nothing_from_its_working_folder(tmp_path: Pat
 def test_a_process_that_goes_on_without_us_works_beside_its_log(tmp_path: Path) -> None:
     code = "import os, sys; sys.stdout.write(os.getcwd())"
     processes.start_detached([sys.executable, "-c", code], tmp_path / "log")
-    end = time.monotonic() + 60
-    while (tmp_path / "log").read_text() != str(tmp_path.resolve()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert _until(lambda: _text(tmp_path / "log"), 60) == str(tmp_path.resolve())
