@@ -1,8 +1,4 @@
-"""`devicebridge convert`: a job or dataset file of another trainer becomes a job file of ours.
-
-Here are the readers of the formats, which differ in where settings and folders stand, and what depends on several
-settings.
-"""
+"""`devicebridge convert`: a job or dataset file of another trainer becomes a job file of ours. A reader per format."""
 
 from __future__ import annotations
 
@@ -52,10 +48,8 @@ def convert(options: argparse.Namespace) -> int:
 
 def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any], list[str], str]:
     """The values of a job of ours, lines about what was left out or is missing, and the trainer's name.
-    path: the file, or a folder with folders such as 10_name.
-    model: takes the place of the model that the file names.
-    Raises: ValueError for a file that cannot be read, that no trainer known here writes, or with a value that no job
-    takes, naming file, key and line."""
+    path: the file, or a folder with folders such as 10_name. model: takes the place of the file's.
+    Raises: ValueError naming file, key and line of what cannot be read, or what no job takes."""
     values, text = ({"train_data_dir": str(path.resolve())}, "") if path.is_dir() else read_values(path)
     made = Made(path, text, _recognise(values, path))
     try:

@@ -114,8 +114,8 @@ def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
 
 
 def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, JobConfig, int]]:
-    """Every model that a job file trains: its heading, its job, and how many train at the same time.
-    devices: of a pair of experts; () takes the job's."""
+    """Every model that a job file trains: its heading, its job, and how many at once. devices: of a pair; () takes
+    the job's."""
     if not job.model.second_expert:
         return [("", job, 1)]
     known = list(devices) or [str(device) for device in find_machine(job.split.devices).devices]

@@ -58,7 +58,7 @@ def torchrun_command(
 
 def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int:
     """Train as one of several processes. One that fails ends here and at once, for others may keep it waiting.
-    train: given whether this process was asked to stop; returns the exit code that the command would have alone.
+    train: given whether to stop; returns the exit code that the command would have alone.
     Returns: 0, also after a stop: torchrun takes everything else for a failure."""
     known = find_launch()
     with stop_on_signal() as stop:

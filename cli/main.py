@@ -21,9 +21,7 @@ from .lora import add_lora_tools
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code.
-    A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line and
-    130."""
+    """Run one command; its exit code: 2 for a problem the user can mend, said in one message, 130 for a Ctrl-C."""
     safe_output()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     end = arguments.index("--") if "run" in arguments and "--" in arguments else len(arguments)

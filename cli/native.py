@@ -1,7 +1,5 @@
 """Jobs that need ComfyUI: the command line goes on in a process that has one, and takes model and encoders from it.
-
-nodes/host/ is asked only there. Everything here is a no-op for other jobs.
-"""
+Everything here is a no-op for other jobs."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ if TYPE_CHECKING:
 
 
 def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig]:
-    """The jobs, with paths in the place of names that only ComfyUI knows.
-    arguments: of the command line, with which another process goes on in place of this one if need be.
+    """The jobs, with paths in the place of names that only ComfyUI knows. Another process may go on with the arguments.
     Raises: ValueError if there is no ComfyUI, or a name is in none of its folders."""
     if not (needing := [job for job in jobs if job.needs_comfyui]):
         return list(jobs)
@@ -48,7 +45,7 @@ def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig
 
 
 def need_comfyui(why: str, arguments: Sequence[str], python: Path | None = None) -> None:
-    """A no-op in a process that has ComfyUI; another does not return, and one that has it goes on in its place.
+    """A no-op in a process that has ComfyUI; another does not return, for one that has it goes on in its place.
     Raises: ValueError that says why, if there is no ComfyUI."""
     if not is_native_process():
         try:

@@ -43,8 +43,7 @@ def read_values(path: Path) -> tuple[Any, str]:
 
 
 class Made:
-    """A job of ours in the making.
-    text: of the file, for the lines of its keys."""
+    """A job of ours in the making. text: of the file, for the lines of its keys."""
 
     def __init__(self, path: Path, text: str, trainer: str) -> None:
         self.path, self.text, self.trainer = path, text, trainer

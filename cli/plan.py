@@ -1,8 +1,4 @@
-"""`devicebridge plan`: what a job, or before there are files a published model, will take of every card.
-
-A plan goes by sizes. A published model's are known by its name, and of a dataset the largest sample alone matters. So
-neither 64 GB of weights nor a folder of images has to be there for an answer to "would my cards do it?".
-"""
+"""`devicebridge plan`: what a job, or before there are files a published model, will take of every card, by sizes."""
 
 from __future__ import annotations
 
@@ -89,11 +85,10 @@ def make_request(
     resolution: int | None = None,
     frames: int | None = None,
 ) -> Request:
-    """What is to be planned.
-    path: job file; None takes the defaults with an open scheme, and needs a model.
-    model: published variant in place of the job's. quantize, resolution, frames: in place of the job's settings.
-    Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
-    or data that is not there and has no resolution to stand in for it."""
+    """What is to be planned. path: job file; None takes the defaults with an open scheme, and needs a model, which is a
+    published variant. The others take the place of the job's settings.
+    Raises: ValueError for another model, for neither job nor model, a pair of experts with a model, or data that is not
+    there and has no resolution to stand in for it."""
     info = make_published_info(model) if model else None
     if path is not None:
         job = load_job(path)

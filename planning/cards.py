@@ -1,8 +1,4 @@
-"""The cards to plan for: those of this machine as they are now, or some that need not exist; and how fast they are.
-
-A training's speeds are published ones; where a card is in no table, a large matrix product on all. A split whose way is
-auto goes by measured cards and links, which are kept on disk.
-"""
+"""The cards to plan for: those of this machine as they are now, or some that need not exist; and how fast they are."""
 
 from __future__ import annotations
 
@@ -202,8 +198,7 @@ def _with_speeds(cards: list[Card]) -> list[Card]:
 
 
 def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
-    """The cards of this machine as they are now, without what other programs use. None if one is the CPU, for which
-    nothing is planned, or torch cannot tell its memory."""
+    """The cards of this machine as they are now; None if one is the CPU, or torch cannot tell its memory."""
     cards = []
     for device in devices:
         total, free = total_bytes(device), free_bytes(device)
@@ -237,8 +232,8 @@ def able_schemes(cards: Sequence[Card], types: Mapping[str, int] | None = None) 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
 class MachineSpeed:
-    """Cards that were measured together: each in a large matrix product in half precision, and what two send each other
-    at the same time over the slowest link, each; None for one card. date: YYYY-MM-DD."""
+    """Each card in a large product in half precision, and what two send each other at once over the slowest link, each;
+    None for one card. date: YYYY-MM-DD."""
 
     flops_per_s: tuple[_Positive, ...]
     bytes_per_s: _Positive | None
@@ -250,8 +245,7 @@ class MachineSpeed:
 
 
 def machine_speed(devices: Sequence[torch.device]) -> MachineSpeed:
-    """What these cards can do: as measured before with the same cards and links, else measured now. Raises: what a card
-    raises where it has no memory for the measurement."""
+    """As measured before with the same cards and links, else now. Raises: what a card without memory raises."""
     kept = kept_speed(devices)
     if (found := kept.read()) is None:
         kept.write(found := measure_machine(devices))
@@ -259,8 +253,7 @@ def machine_speed(devices: Sequence[torch.device]) -> MachineSpeed:
 
 
 class Kept:
-    """A file of a value that was measured or proved on this machine. key: everything that it depends on. kind: of the
-    value, as pydantic takes it."""
+    """A file of a value that was measured or proved here, of a kind for pydantic. key: all that it depends on."""
 
     def __init__(self, prefix: str, key: Mapping[str, Any], kind: Any) -> None:
         self._prefix, self._kind = prefix, kind

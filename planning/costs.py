@@ -1,8 +1,5 @@
-"""What one training step keeps in memory and computes, piece by piece, by sizes: no card, no weights.
-
-One block of every kind runs forwards and backwards on meta, through the code that will train, and embedders and tail
-once around them; memory.py adds up.
-"""
+"""What one training step keeps in memory and computes, piece by piece, by sizes: one block of every kind runs forwards
+and backwards on meta, through the code that will train, and embedders and tail once around them."""
 
 from __future__ import annotations
 

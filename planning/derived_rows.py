@@ -29,8 +29,7 @@ def _of_names(row: Row) -> Row:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class Verdict:
-    """What became of one signature of inputs. row: None where none was proved; refused says why. has_gradients: whether
-    its gradients were compared, too."""
+    """What became of one signature of inputs: a row, or why not. has_gradients: whether these were compared, too."""
 
     row: Annotated[TokenPlan, pydantic.AfterValidator(_of_names)] | None
     refused: Annotated[str, pydantic.Field(max_length=4000)] = ""

@@ -1,8 +1,5 @@
 """A training step on the meta device: the model cut down to two blocks of every kind, and the meter that counts memory.
-
-Attention and norms go the way of cards' fused kernels, which keep less. CPU and emulated cards take the plain way, so
-that a forecast for them can be compared with what they really hold.
-"""
+Attention and norms go the way of cards' kernels; of CPU and emulated cards the plain way, as these really hold."""
 
 from __future__ import annotations
 
@@ -56,8 +53,8 @@ class NoForecast(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampleText:
-    """What one of ComfyUI's own models is given beside the noise, of one sample: of a job what takes the most. Streams
-    of latents after the first are in it by their sides, as STREAM has them."""
+    """What one of ComfyUI's models is given beside the noise, of the sample that takes the most. Streams of latents
+    after the first are in it by their sides, as STREAM has them."""
 
     tensors: Mapping[str, torch.Tensor]
 
@@ -168,8 +165,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
 def _make_trainable(
     model: nn.Module, family: ModelFamily, work: Work, renamed: Mapping[str, str], targets: Collection[str]
 ) -> None:
-    """Quantize linears and attach a LoRA as a job would. renamed: what its blocks are called in the whole model.
-    targets: linears that LoRA adapts, by their names there."""
+    """Quantize, and attach a LoRA. renamed: blocks' names in the whole model, as of targets, which LoRA adapts."""
 
     def whole_name(fqn: str) -> str:
         block = ".".join(fqn.split(".")[:2])
@@ -282,8 +278,7 @@ class Kernels:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts bytes of the storages that operations make and somebody still holds, each as a multiple of `rounding`;
-    `live` now, `peak` since start()."""
+    """Bytes of the storages that operations make and somebody holds: `live` now, `peak` since start()."""
 
     def __init__(self, rounding: int = CARD_ROUNDING) -> None:
         super().__init__()

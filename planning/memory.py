@@ -66,12 +66,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a device holds besides weights, LoRA and optimizer state.
-
-    Args:
-        checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
-        kept: activations of the blocks that keep them, of all micro-batches held. moving: what it needs besides.
-    """
+    """What a device holds besides weights, LoRA and optimizer, of all micro-batches; checkpoints: block inputs and
+    constants. kept: activations of the blocks that keep them. moving: what it needs besides."""
 
     moment: str
     checkpoints: int
@@ -233,8 +229,7 @@ class Forecaster:
         return [i for i in range(len(blocks)) if i == 0 or blocks[i] is not blocks[i - 1]]
 
     def _ends_of_runs(self, start: int, end: int, first_spared: int) -> list[int]:
-        """First and last block of every run of blocks that are alike, along which all sums grow or fall evenly. With
-        offloading only the first blocks' inputs are on the card."""
+        """First and last block of every run of blocks that are alike, along which all sums grow or fall evenly."""
         first = () if self.offload_from is None else range(start + 1, start + 3 + NUM_WAITING)
         bounds = {start, end, *(at for at in (*self._run_starts, first_spared, *first) if start < at < end)}
         return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
@@ -283,8 +278,7 @@ class Forecaster:
 
 
 def optimizer_bytes(name: str, lora_dtype: str, *, ema: bool = False) -> Optimizer:
-    """What an optimizer holds per trained value; the state of one that is not known here is measured. ema: an average
-    is kept, in float32."""
+    """What an optimizer holds per trained value; else measured. ema: an average is kept, in float32."""
     size = getattr(torch, lora_dtype).itemsize
     if name == "adamw":
         found = Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once

@@ -87,8 +87,7 @@ def is_open(candidates: Sequence[object]) -> bool:
 
 
 def why_not_shared(strategy: Strategy, accumulation: int, devices: Sequence[torch.device]) -> str:
-    """What is missing for several devices to share a step in this way; "" if nothing is. All threads of the CPU draw
-    from one generator."""
+    """What is missing for several devices to share a step; "" if nothing. Threads of the CPU share a generator."""
     kinds = {device.type for device in devices}
     if len(devices) < 2:
         return "there is one card"
@@ -272,8 +271,8 @@ class Question:
     # ---- seconds and bytes
 
     def seconds(self, card: Card, scheme: str, *, is_whole: bool = False) -> list[float]:
-        """Of each block's forward of a micro-batch, by operations; its backward takes as long, as frozen weights have
-        no gradients. is_whole: whether every card computes such a sample whole, whose rows it cannot share out."""
+        """Of each block's forward of a micro-batch, by operations; its backward takes as long, with frozen weights.
+        is_whole: whether every card computes such a sample whole, whose rows it cannot share out."""
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
         batch = self.job.train.batch_size
         flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]
@@ -337,9 +336,8 @@ class Question:
 
 
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:
-    """A square sample of the largest resolution and length, for a plan before there is a dataset: without data.frames
-    an image, or for a variant that is given the first frame the family's longest clip.
-    Raises: ValueError for a resolution or a length that the model does not take."""
+    """A square of the largest resolution and length, for a plan before there is a dataset: an image, or for a variant
+    that is given the first frame the longest clip. Raises: ValueError for a size that the model does not take."""
     make_clip_plan(config, latent)  # refuses lengths
     needs_clips = variant.condition != "none"
     frames = max(config.frames or (latent.frame_lengths if needs_clips else (1,)))

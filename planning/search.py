@@ -105,11 +105,8 @@ Looked = list[tuple[Setting, Found | None]]  # every setting that was looked at
 
 
 def find_fastest(question: Question) -> tuple[Found | None, Looked]:
-    """The fastest setting that fits, None if none does; and everything that was looked at.
-
-    8-bit optimizer state is for what would not fit otherwise. What waits in host memory has to be worth it, and so do
-    rows that are shared out by the planner's choice, unless nothing else fits.
-    """
+    """The fastest setting that fits, None if none does; and everything that was looked at. 8-bit optimizer state is for
+    what would not fit otherwise; streaming and shared rows by the planner's choice have to be worth it."""
     looked_at = _look(question, 1.0)
     if question.job.split.memory_limit_gb and all(found is None for _, found in looked_at):
         looked_at = _look(question, math.inf)  # the user says what fits
@@ -162,9 +159,7 @@ def _weighed(question: Question, found: Found) -> float:
 def fit(question: Question, setting: Setting, most: float = 1.0, best: float = math.inf) -> Found | None:
     """The best cut for a setting, None if none fits: with headroom and blocks without activation checkpointing if
     possible, else as tight as it gets, else, or where that is worth it, with blocks that stream from host memory.
-
-    most: see Terms. best: weighed time of what was found before; blocks need not stream for a slower one.
-    """
+    most: see Terms. best: weighed time of what was found before; blocks need not stream for a slower one."""
     if holds_copies(setting.strategy):
         return each_card(question, setting, lambda card, each: fit(card, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, "spares")) if most <= 1 else None
@@ -186,8 +181,8 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
 
 
 def each_card(question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None]) -> Found | None:
-    """Data and tokens: what is found for every card alone; None if one of them has no room, or if nobody asked
-    for tokens and rows of such samples cannot be shared out."""
+    """Data and tokens: what is found for every card alone; None if one has no room, or for rows that nobody requested
+    and that cannot be shared out."""
     plain, count = replace(setting, strategy="none", ahead=0), len(question.cards)
 
     def alone(alike: tuple[int, int] | None = None) -> list[Found] | None:
@@ -232,9 +227,7 @@ def _streaming(question: Question, setting: Setting, most: float) -> Found | Non
 
 def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
     """The best cut for a setting, the user's where there is one; None if none keeps to the terms.
-
-    Raises: ValueError for settings per device that are not as many as there are cards, and for impossible cuts.
-    """
+    Raises: ValueError for settings per device that are not one per card, and for impossible cuts."""
     question.check_counts()
     forecaster = question.forecaster(setting)
     if (stages := _Stages(question, setting, terms, forecaster).best()) is None:
@@ -292,8 +285,7 @@ class _Stages:
         return with_kept(bisect_left(counts, True, key=lambda count: with_kept(count) is None))
 
     def _streaming(self, plan: StagePlan) -> Stage | None:
-        """With as few blocks in host memory as let the stage fit; None if all are not enough. Activations do not depend
-        on them, so bytes that are missing are bytes of weights."""
+        """With as few blocks in host memory as let the stage fit; no activations depend on them. None for none."""
         forecaster, most = self._forecaster, plan.num_blocks - plan.num_uncheckpointed
         if self._terms.blocks == "all":
             whole = replace(plan, num_offloaded=most)
@@ -343,8 +335,7 @@ def is_possible(question: Question) -> bool:
 
 
 def needed_at_least(question: Question) -> Found | None:
-    """What fits the cards and takes least of the host; else what needs the smallest share of a card, with as many
-    blocks in host memory as may be; None if there is no such cut."""
+    """What fits the cards and takes least of the host; else what needs the smallest share of a card; None if no cut."""
     if question.may_stream:
         terms = Terms(question.most, "needed", "host bytes")
         if found := [each for setting in question.settings() if (each := _cut(question, setting, terms))]:

@@ -83,8 +83,8 @@ WayName = Literal["blocks", "tensor", "tokens"]
 
 
 def key_bytes(block: nn.Module, keys: str, side: BlockList, num_tokens: tuple[int, int], element_size: int) -> float:
-    """Of keys and values of all rows, in all attentions of a block that gather them; keys as of BlockRows, num_tokens
-    of the picture and of the text, of one sample. Works on meta tensors."""
+    """Of keys and values of all rows, in all attentions of a block that gather them, of one sample. keys: of BlockRows.
+    num_tokens: of the picture and of the text. Works on meta tensors."""
     axes = (axis for place in places(keys) for axis in place.axis.split("/") if axis not in _FEW_ROWS)
     texts = (side.is_joint or not _TEXT_ROWS.isdisjoint(segments(axis)) for axis in axes)
     rows = sum(num_tokens[0] + num_tokens[1] * has_text for has_text in texts)
@@ -366,8 +366,7 @@ class SamplingForecast:
         return sum(max(0.0, size - (card.usable_bytes - _KEPT_BYTES)) for size, card in held)
 
     def ways(self, bits: int | None = None) -> Ways:
-        """Those that auto would look at with weights stored in so many bits; None: of any room. There are several
-        cards."""
+        """Those that auto would look at with weights stored in so many bits; None: of any room. For several cards."""
         count, rooms, native = len(self.cards), [card.usable_bytes for card in self.cards], self.model.family.native
         # As a split plans them: blocks by memory, heads evenly, rows by speed.
         can_divide = self.model.can_divide(count) and not (bits and self.streamed_bytes("blocks", bits))

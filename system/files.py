@@ -34,8 +34,8 @@ def user_cache_folder() -> Path:
 
 
 def read_ordinary(path: Path, most_bytes: int, wanted: str) -> bytes:
-    """The content of an ordinary file: a pipe would keep us waiting, and a device has no end.
-    Raises: OSError if it cannot be read; ValueError without its name for what is not `wanted`, or a larger file."""
+    """The content of an ordinary file; a pipe would keep us waiting. Raises: OSError if it cannot be read; ValueError,
+    without its name, for what is not `wanted`, or a larger file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"is no ordinary file; give {wanted}")

@@ -128,8 +128,8 @@ def _parts(command: Sequence[str | Path]) -> list[str]:
 
 
 def python_command(code: str, *arguments: str | Path, python: str | Path = sys.executable) -> list[str | Path]:
-    """A command that runs Python code which finds no module in the working folder, where others may write. (-P does
-    that, too, and is of Python 3.11. -I also leaves out what the user has installed for himself.)"""
+    """A command that runs Python code which finds no module in the working folder, where others may write. (-P is of
+    Python 3.11; -I also leaves out what the user has installed for himself.)"""
     return [python, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
 
 
@@ -144,9 +144,8 @@ def run(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping
 
 
 def go_on_as(command: Sequence[str | Path]) -> int:
-    """Run a program in place of this one, with its terminal and its signals; the exit code.
-    Returns on Windows alone, where no program takes another's place: there this one waits, and the other ends with it.
-    Raises: OSError if it cannot be started."""
+    """Run a program in place of this one, with its terminal and its signals. Returns its exit code on Windows alone,
+    where this process waits. Raises: OSError if it cannot be started."""
     parts = _parts(command)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -164,8 +163,7 @@ def go_on_as(command: Sequence[str | Path]) -> int:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """Names one process. pid: its number. started: when, in seconds since 1970 by a clock that may be set.
-    host: name of its computer, which may be changed."""
+    """Names one process. started: seconds since 1970 by a clock that may be set. host: a name that may be changed."""
 
     pid: int
     started: float
@@ -176,9 +174,8 @@ class ProcessMark:
             raise ValueError(f"{self.pid} is no number of a process")
 
     def is_alive(self, held: Path | None = None) -> bool:
-        """Whether that very process runs. held: a file that it keeps locked. That tells of a process which cannot be
-        seen from here, in another container or computer, and of one whose clock was set; without it, or without locks,
-        one of a host of another name counts as alive."""
+        """Whether that very process runs. held: a file that it keeps locked, which tells of one in another container or
+        computer, or whose clock was set; without it, or without locks, one of another host counts as alive."""
         is_ours = self.host == platform.node()
         if is_ours and (found := _process(self.pid)) is not None and abs(found - self.started) < _SAME_START_S:
             return True
@@ -210,9 +207,8 @@ def _process(pid: int) -> float | None:
 def start_detached(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
 ) -> ProcessMark:
-    """Start a program that goes on when we end, in a session of its own, and no longer belongs to us.
-    What it prints is added to the log, in whose folder it runs, and which is locked until it has ended, but on Windows.
-    Raises: OSError if it cannot be started."""
+    """Start a program that outlives us, in a session of its own. What it prints is added to the log, in whose folder it
+    runs, and which is locked until it ends, but on Windows. Raises: OSError if it cannot be started."""
     from .locks import try_lock
 
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": log.parent}
@@ -268,8 +264,8 @@ _EXTENDED_LIMITS = 9  # JobObjectExtendedLimitInformation, of 144 bytes with Lim
 
 
 def end_with_us(process: int) -> Callable[[], object]:
-    """Put a process, by its handle, and what it will start, into a job of its own; the returned function ends them all.
-    Where the system refuses, a warning says so, and the function does nothing."""
+    """Put a process, by its handle, and what it starts, into a job of its own; the function ends them all. Where the
+    system refuses, a warning says so, and the function does nothing."""
     kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
     kernel.CreateJobObjectW.restype = ctypes.c_void_p
     job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))

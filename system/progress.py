@@ -16,8 +16,7 @@ _FORMAT = "{percentage:3.0f}%|{bar:24}| {desc}"
 
 
 class ProgressLine:
-    """A bar for each piece of work, one after the other, where the stream is a terminal; elsewhere a line now and then,
-    every interval_s seconds by the clock, for say."""
+    """A bar for each piece of work if the stream is a terminal; elsewhere say gets a line every interval_s seconds."""
 
     def __init__(
         self,

@@ -62,8 +62,8 @@ class _Harmless:
 
 
 def safe_output() -> None:
-    """Make standard output and errors of this process take everything: what they cannot spell as an escape, and
-    nothing where there are none, as under pythonw. To be called first in a process of ours."""
+    """Make standard output and errors take everything: an escape for what they cannot spell, and nothing where there
+    are none, as under pythonw. To be called first in a process of ours."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, _Harmless):
