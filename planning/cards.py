@@ -204,7 +204,7 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
         total, free = total_bytes(device), free_bytes(device)
         if device.type == "cpu" or total is None or free is None:
             return None
-        if device.type == "cuda" and hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        if device.type == "cuda":
             cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
             free = min(free, cap - torch.cuda.memory_allocated(device))
         refuses = frozenset(s for s in BEST_FIRST if refusal(QuantizeSettings(s), [device]))

@@ -2,12 +2,10 @@
 
 import dataclasses
 import logging
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,6 @@ from comfy.ldm.lumina.model import NextDiT
 from comfy.ldm.modules import attention
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
-from devicebridge.nodes.host.split import bench
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.plan import layout_of
@@ -31,7 +28,6 @@ from devicebridge.parallel.block_lists import execution_order
 from devicebridge.planning import times
 from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_host import HOME, OTHER
 
 FAST_LINK, SLOW_LINK = 1e6, 1e3  # bytes per second, beside cards as slow as _machine's callers say
 
@@ -314,34 +310,3 @@ def _takes_blocks(case: Case, what: str, model: Any, words: str, **options: Any)
     said = [line for line in messages if line.startswith("split: way auto")]
     case.check(what, _way_of(found) == "blocks" and len(said) == 1 and words in said[0], said)
     case.host.unload_all()
-
-
-@case
-def doctor_measures_blocks_with_random_weights(case: Case) -> None:
-    """Small ones, on one card and over two by each way; a way that fails has its reason, and the others go on."""
-    sizes: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-        "Qwen-Image": ({}, (16, 1, 4, 4)),
-        "Wan 14B": ({"dim": 512, "ffn_dim": 512, "num_heads": 4}, (16, 1, 4, 4)),
-    }
-    small = [
-        each._replace(kwargs={**each.kwargs, **kwargs}, latent=latent, text=(8, each.text[1]))
-        for each in bench.SUBJECTS[1:]
-        for kwargs, latent in [sizes[each.name]]
-    ]
-    small[0] = small[0]._replace(class_name="NoSuchClass")
-    without_limit = mock.patch.multiple(bench, _BUDGET_S=math.inf, _STEPS=4)  # however slow these cards are
-    with without_limit, mock.patch.object(split_module, "plan_tensor", side_effect=ValueError("not on these cards")):
-        found = bench.measure_blocks((HOME, OTHER), small)
-    case.check("each model", [each["model"] for each in found] == list(sizes), found)
-    unknown, each = found
-    case.check("seconds", set(each["seconds"]) == {"one card", "tokens"}, each)
-    case.check("the same result", 0 <= each["difference"]["tokens"] < 0.05, each)
-    case.check("why not", each["why"] == {"tensor": "not on these cards"}, each)
-    case.check("a class that is not there", list(unknown["why"]) == ["all"] and not unknown["seconds"], unknown)
-    times = iter((10.0, 11.0, 13.0, 19.0))  # one for each step's call of the model, and none behind the last
-    with mock.patch.multiple(bench, _STEPS=4, time=SimpleNamespace(perf_counter=lambda: next(times))):
-        seconds = bench._sample(bench._load(small[1], HOME), small[1], (HOME,))[1]
-    case.check("between two calls of the model", seconds == 2.0, seconds)
-    with mock.patch.multiple(bench, _BUDGET_S=math.inf, _STEPS=3):
-        alone = bench.measure_blocks((HOME,), small[1:])
-    case.check("one card", set(alone[0]["seconds"]) == {"one card"} and not alone[0]["why"], alone)

@@ -11,7 +11,6 @@ import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
 from devicebridge.config.model import Strategy, has_stages, holds_copies, shards_weights, shares_rows
-from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.checked_job import ReadJob
 from devicebridge.jobs.job import check_job, run_job
@@ -570,18 +569,12 @@ def test_a_card_that_is_here_says_itself_why_it_refuses_a_scheme(monkeypatch):
             plan_training(make_question(full_size(), here))
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_the_command_plans_every_family(name, tmp_path, capsys):
-    save_job(make_tiny_job(tmp_path, name), tmp_path / "job.toml")
+def test_parts_of_a_plan_add_up_and_a_machine_without_gpus_needs_cards(tmp_path, capsys):
+    save_job(make_tiny_job(tmp_path), tmp_path / "job.toml")
     job = str(tmp_path / "job.toml")
-    assert main(["plan", job, "--cards", "1GB,1GB"]) == 0
-    assert "cuda:1" in capsys.readouterr().out
-    if name != "flux2":
-        return
     assert main(["plan", job, "--cards", "2GB", "--json", "--resolution", "64"]) == 0
     values = json.loads(capsys.readouterr().out)
     (device,) = values["devices"]
     assert sum(device["bytes"].values()) == device["needed"] and values["pixels"]["height"] <= 96
     assert main(["plan", job]) == 2
     assert "--cards" in capsys.readouterr().err
-    assert main(["plan", job, "--cards", "1GB", "--resolution", "0"]) == 2
