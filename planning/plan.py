@@ -75,7 +75,7 @@ class TrainingPlan:
     @property
     def alternatives(self) -> list[Alternative]:
         return [
-            Alternative(each, other and other.time / self.step_s, bool(other and other.is_streaming))
+            Alternative(each, None if other is None else other.time / self.step_s, bool(other and other.is_streaming))
             for each, other in self.looked_at
         ]
 
