@@ -278,7 +278,7 @@ class Forecaster:
 
 
 def optimizer_bytes(name: str, lora_dtype: str, *, ema: bool = False) -> Optimizer:
-    """What an optimizer holds per trained value; else measured. ema: an average is kept, in float32."""
+    """What an optimizer holds per trained value; an unknown one is measured. ema: an average is kept, in float32."""
     size = getattr(torch, lora_dtype).itemsize
     if name == "adamw":
         found = Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
