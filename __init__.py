@@ -13,9 +13,7 @@ if __package__:
 
     async def comfy_entrypoint() -> Any:
         """Called by ComfyUI when it loads the pack; only now are the nodes imported.
-
-        Raises: RuntimeError if ComfyUI has changed what every node is made of.
-        """
+        Raises: RuntimeError if ComfyUI has changed what every node is made of."""
         from . import compat
 
         compat.check("schemas")

@@ -37,15 +37,11 @@ AttachAdapter = Callable[[nn.Module], object]
 @dataclass(frozen=True)
 class ExecutionPlan:
     """How a model is loaded, placed and trained. There is no "auto" in it; devices are found, and None means no.
-
-    Args:
-        dtype: of what is not quantized, and of activations.
-        quantized_cache: folder that keeps quantized weights for the next time.
-        ahead: how many microbatches a pipeline runs ahead.
-        kept_blocks, offloaded_blocks: with gradient_checkpointing, per device, how many of its last blocks keep their
-            activations, and how many stream from host memory; () none. offloads: whether inputs wait there.
-        compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown.
-    """
+    dtype: of what is not quantized, and of activations. quantized_cache: folder that keeps quantized weights.
+    ahead: how many microbatches a pipeline runs ahead.
+    kept_blocks, offloaded_blocks: with gradient_checkpointing, per device, how many of its last blocks keep their
+    activations, and how many stream from host memory; () none. offloads: whether inputs wait there.
+    compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown."""
 
     placement: Placement
     dtype: torch.dtype

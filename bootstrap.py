@@ -1,9 +1,6 @@
-"""Gives the pack one import name, `devicebridge`, wherever its folder lies and whatever it is called.
-
-ComfyUI names a pack by its folder path, so nothing of the pack can be found by name in another process. Tests, workers
-and benchmarks load this file by path and call `load_pack()`; after that `import devicebridge.parallel...` works. The
-pack's root never joins sys.path, where its `nodes` would hide ComfyUI's.
-"""
+"""Gives the pack one import name, `devicebridge`, wherever its folder lies and whatever it is called: ComfyUI names a
+pack by its folder path. Other processes load this file by path and call `load_pack()`. The pack's root never joins
+sys.path, where its `nodes` would hide ComfyUI's."""
 
 from __future__ import annotations
 

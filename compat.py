@@ -1,9 +1,6 @@
-"""Whether a ComfyUI still has what this pack overrides, wraps, or calls and cannot do without.
-
-It runs when ComfyUI loads the pack. A node whose part has changed refuses to run: a call that still works may mean
-something else now. Newer parameters that we leave out are no change, unless ComfyUI passes them to a function of ours.
-Functions that other packs have put in place of ComfyUI's are not judged. What else the code uses of ComfyUI is listed
-in tests/comfy/comfyui_api.txt, and a test asks ComfyUI for it.
+"""Whether a ComfyUI still has what this pack overrides, wraps, or calls and cannot do without; else its nodes refuse.
+Newer parameters that we leave out are no change, unless ComfyUI passes them to a function of ours. Functions that other
+packs have put in place of ComfyUI's are not judged. tests/comfy/comfyui_api.txt lists what else the code uses.
 
 `python compat.py FOLDER` asks a ComfyUI that does not run; the doctor starts it with that ComfyUI's own Python. This
 module imports nothing of ComfyUI's or of the pack's until it runs.

@@ -1,7 +1,5 @@
-"""What a job tells the outside while it runs: plain events, to a callback and as JSON lines in the run folder.
-
-docs/internals/events.md lists kinds and values.
-"""
+"""What a job tells the outside while it runs: plain events (docs/internals/events.md), to a callback and as JSON lines
+in the run folder."""
 
 from __future__ import annotations
 
@@ -41,7 +39,6 @@ Listener = Callable[[Event], None]
 
 class EventLog:
     """Hands every event to a listener, appends it to events.jsonl and writes scalars for TensorBoard.
-
     What a full disk or a closed pipe keeps from being written is warned of once, and left out: it ends no training.
     folder: of the run; made if it does not exist. listener: called in the thread that trains; None for nobody.
     tensorboard: write scalars to folder/tensorboard; said once and skipped where the package is missing."""

@@ -41,7 +41,7 @@ _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision":
 
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
-    files = partial(folders.list_components, "text_encoders")
+    files = folders.list_components("text_encoders")
     return [
         ModelSocket.Input("model"),
         DatasetSocket.Input("dataset"),
@@ -50,7 +50,7 @@ def _inputs() -> list[Socket | io.Input]:
             "cache.text_encoders",
             "A file in models/text_encoders, which ComfyUI loads and runs, or a diffusers folder there. "
             f"{folders.OWN_PART} of a model that is one file: {_USUAL}.",
-            **file_options(folders.OWN_PART, files),
+            **file_options(folders.OWN_PART, *files),
         ),
         Socket(
             "vae",
@@ -58,7 +58,7 @@ def _inputs() -> list[Socket | io.Input]:
             f"A file or folder in models/vae. {folders.OWN_PART} of a model that is one file: {_USUAL}.",
             read=read_file,
             advanced=True,
-            **file_options(folders.OWN_PART, partial(folders.list_components, "vae")),
+            **file_options(folders.OWN_PART, *folders.list_components("vae")),
         ),
         Socket(
             "text_device",
@@ -74,7 +74,7 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, **LATER),
         io.Clip.Input("stock_clip", optional=True),
         io.Vae.Input("stock_vae", optional=True),
-        io.Combo.Input("text_encoder_2", **LATER, **file_options(NONE, files)),
+        io.Combo.Input("text_encoder_2", **LATER, **file_options(NONE, *files)),
         io.ClipVision.Input("stock_vision", optional=True),
         Socket("caption_weights", "cache.caption_weights", **LATER),
     ]
@@ -251,12 +251,9 @@ def encode_texts(
     check: Callable[[], object],
 ) -> None:
     """Have in the job's cache what a CLIP of ComfyUI's makes: sample prompts, or all tokens for a CLIP that is trained.
-
     To be called outside of TrainingModel.prepared, in which ComfyUI's kernels are others.
-
     info: the job's model, if only ComfyUI can read it. check: called before a text encoder is loaded for prompts.
-    Raises: ValueError where the CLIP is gone; what check and check_job raise.
-    """
+    Raises: ValueError where the CLIP is gone; what check and check_job raise."""
     from ..events import EventLog
     from ..jobs import encode_job
     from ..jobs.comfy_entries import ComfyEncoders

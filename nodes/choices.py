@@ -1,13 +1,10 @@
-"""Drop-down lists of what this machine has: devices, folders and files.
-
-A workflow saved elsewhere names what is not in them. `validate_inputs` of the nodes lets that pass ComfyUI's own check,
-so that the node can say what would work. comfy-cli passes it only for lists marked as files that come and go.
-"""
+"""Drop-down lists of what this machine has: devices, folders and files. What a workflow saved elsewhere names passes
+`validate_inputs`, so that the node can say what would work, and comfy-cli where a list is marked as COMES_AND_GOES."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from inspect import Parameter, Signature
 from itertools import combinations
 from typing import Any
@@ -55,9 +52,9 @@ def read_devices(text: str) -> tuple[str, ...]:
     return tuple(str(find_device(name)) for name in read_list(plain_device(text), str, "devices"))
 
 
-def file_options(first: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
-    """Options of a drop-down of files or folders; first stands for none of them."""
-    return {"options": [first, *names()], "default": first, "extra_dict": COMES_AND_GOES}
+def file_options(*names: str) -> dict[str, Any]:
+    """Options of a drop-down of files or folders. The first is its default, and in brackets stands for none of them."""
+    return {"options": list(names or ("",)), "default": (names or ("",))[0], "extra_dict": COMES_AND_GOES}
 
 
 def read_file(text: str) -> str:

@@ -10,7 +10,7 @@ from ..config.job import CacheConfig, DataConfig, EvaluationConfig, FolderConfig
 from ..system.stopping import Stopped
 from . import host
 from .captions import CACHE_FOLDER
-from .choices import COMES_AND_GOES, NONE, file_options, lists_pass, read_file
+from .choices import NONE, file_options, lists_pass, read_file
 from .host import folders, io
 from .saying import said_on_node, training_schema
 from .sockets import AUTO, LATER, Socket, read_lines, read_number_or_name, read_section
@@ -31,15 +31,14 @@ _PLACE = "In ComfyUI's input folder."
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
     there = folders.list_input_folders()
-    shown = there or [""]
     ways = [NONE, *filter(None, job_keys()["data.condition"].choices)]
     return [
-        Socket("folder", "data.folders.path", _IN_INPUT, options=shown, default=shown[0], extra_dict=COMES_AND_GOES),
+        Socket("folder", "data.folders.path", _IN_INPUT, **file_options(*there)),
         Socket("repeats", "data.folders.repeats", advanced=True),
         Socket("resolutions", "data.resolutions", default="512"),
         Socket("caption_dropout", "data.caption_dropout", step=0.01, advanced=True),
         Socket("use_masks", "data.use_masks", advanced=True),
-        Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, lambda: there)),
+        Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, *there)),
         Socket("evaluate_every", "evaluation.every_steps", max=1_000_000, advanced=True),
         Socket("max_aspect_ratio", "data.max_aspect_ratio", max=8.0, step=0.1, advanced=True),
         Socket("bucket_step", "data.bucket_step", advanced=True),

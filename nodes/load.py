@@ -1,7 +1,4 @@
-"""Nodes: choose a model and the devices that will hold it, and hold its frozen weights in fewer bits.
-
-They read the checkpoint's header, no weights. A LoRA is never quantized.
-"""
+"""Nodes: choose a model and its devices, and hold its frozen weights in fewer bits. They read headers, no weights."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..runs.store import run_name
 from . import host
 from .captions import DEFAULT_FOLDER, CacheCaptionsAndLatents
-from .choices import COMES_AND_GOES, NONE, lists_pass
+from .choices import NONE, file_options, lists_pass
 from .dataset import TrainingDatasetNode
 from .host import folders, io
 from .load import LoadModelForTraining, Quantize
@@ -68,16 +68,11 @@ def expert_of(info: CheckpointInfo) -> str:
     return named if variant and variant.boundary else ""
 
 
-def _listed(id: str, names: list[str]) -> io.Input:
-    names = names or [""]
-    return io.Combo.Input(id, options=names, default=names[0], extra_dict=COMES_AND_GOES)
-
-
 def _inputs() -> list[io.Input]:
     """Made anew each time: the lists show what is there now."""
     return [
-        _listed("model", folders.list_models()),
-        _listed("images", folders.list_input_folders()),
+        io.Combo.Input("model", **file_options(*folders.list_models())),
+        io.Combo.Input("images", **file_options(*folders.list_input_folders())),
         io.String.Input("trigger_word", default="", placeholder="ohwx"),
         io.Combo.Input("quality", options=list(QUALITIES), default="normal"),
         io.String.Input("name", default="", optional=True, advanced=True),

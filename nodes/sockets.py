@@ -1,7 +1,4 @@
-"""Inputs of nodes that are settings of a job: made from the config's fields, and read back into its sections.
-
-Type, range, choices, default and tooltip come from the field. A socket says only what was released otherwise.
-"""
+"""Inputs of nodes that are settings of a job: made from the config's fields, and read back into its sections."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What stands in for nodes of ComfyUI-MultiGPU, so that workflows made with that archived pack open and run.
-
-ComfyUI asks only where no pack has a workflow's node. Where a loader chose nothing but a device, ComfyUI's own chooses.
-"""
+"""What stands in for nodes of ComfyUI-MultiGPU, so that workflows made with that archived pack open and run. Where a
+loader chose nothing but a device, ComfyUI's own chooses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""ComfyUI, the host, as the nodes see it. No other room of the pack imports anything of ComfyUI's.
-
-Only `comfy_api` is imported with this file. Functions import the rest themselves, because that may set up devices.
-"""
+"""ComfyUI, the host, as the nodes see it. No other room imports anything of ComfyUI's. Only `comfy_api` is imported
+with this file. Functions import the rest themselves, because that may set up devices."""
 
 from __future__ import annotations
 

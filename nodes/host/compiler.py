@@ -1,9 +1,6 @@
-"""ComfyUI's compiler, and how this pack's forwards stay outside of it.
-
-Since 0.35 ComfyUI records what a forward allocates (comfy/model_prefetch.py) and captures blocks as CUDA graphs. Both
-belong to one thread, one stream and one card (docs/internals/upstream_facts.md). Two switches of the process say
-whether, whenever a forward begins. While one of ours computes, nobody else's forward is recorded.
-"""
+"""How this pack's forwards stay outside of ComfyUI's compiler. Since 0.35 it records what a forward allocates and
+captures blocks as CUDA graphs, for one thread, stream and card (docs/internals/upstream_facts.md). Two switches of the
+process say whether, whenever a forward begins. While one of ours computes, nobody else's forward is recorded."""
 
 from __future__ import annotations
 
@@ -51,11 +48,8 @@ def _switched() -> Iterator[None]:
 @contextmanager
 def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterator[None]:
     """Inside, ComfyUI records no allocation graph and captures no block, in any thread; one that is active in this
-    thread is ended first.
-
-    devices: where the forward runs. about: what runs, for messages.
-    Raises: RuntimeError that names the launch flag if the compiler fails inside, or cannot be switched off.
-    """
+    thread is ended first. devices: where the forward runs. about: what runs, for messages.
+    Raises: RuntimeError that names the launch flag if the compiler fails inside, or cannot be switched off."""
     with _switched():
         try:
             _prepare(devices, about)

@@ -1,16 +1,13 @@
-"""Names from sockets become paths here, and nowhere else.
-
-A workflow is often somebody else's. So what a node reads lies in a folder of ComfyUI's, or in one that the user of this
-machine allows in a file that no workflow can write (`settings_file`). A link counts as what it leads to. The refusal of
-a path elsewhere does not tell whether it is there.
-"""
+"""Names from sockets become paths here, and nowhere else. A workflow is often somebody else's: what a node reads lies
+in a folder of ComfyUI's, or in one that the user allows in a file that no workflow can write (`settings_file`). A link
+counts as what it leads to. The refusal of a path elsewhere does not tell whether it is there."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import NoReturn
 import folder_paths
 from PIL.Image import Image as Picture
 
+from ...checkpoints.model_files import first
 from ...config.job import STOCK_FILES, JobConfig, paths_of
 from ...config.ranges import check_path, parse_toml
 from ...runs.queue import MEMORY
@@ -27,17 +25,15 @@ from ...system.files import Looked, go_on, links_below
 USE_PATH = "[path below]"
 OWN_PART = "[model folder]"  # of a diffusers model, which brings it
 _OF_MODELS = ("diffusion_models", "checkpoints")
-_MOST_LISTED = 1000
+_MOST_LISTED, _MOST_NAMED = 1000, 8  # in a list; in a message
 _WRITTEN = {"output.folder", "cache.folder", "model.quantized_cache"}
 _MAY_BE_NAMES = {"model.path", "samples.vae", *STOCK_FILES}  # in ComfyUI's folders
 
 
 def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Path:
     """A folder to read from: a name inside ComfyUI's input folder, or the full path of one that may be read.
-
     ask: called while the folder is looked through; raises to stop.
-    Raises: ValueError if it is no folder there, or something in it lies where nodes may not read.
-    """
+    Raises: ValueError if it is no folder there, or something in it lies where nodes may not read."""
     return _without_links_outside(_named_folder(name, what), what, ask)
 
 
@@ -187,23 +183,29 @@ def find_checkpoint(name: str) -> Path:
     """The file of a name of list_checkpoints. Raises: ValueError for any other, and for GGUF."""
     if name.endswith(".gguf"):
         raise ValueError(f"ComfyUI does not load {name!r}; use ComfyUI-GGUF's loader, then Split Model Across GPUs")
-    if found := folder_paths.get_full_path("diffusion_models", name):
-        return Path(found)
-    there = ", ".join(list_checkpoints()) or "nothing"
-    raise ValueError(f"{name!r} is not in models/diffusion_models; found there: {there}")
+    return find_file("unet_name", name, ("diffusion_models",))
 
 
 def find_model(name: str, path: str) -> Path:
-    """An entry of list_models, or a path of the user's own. Raises: ValueError as readable_path."""
+    """An entry of list_models, or a path of the user's own. Raises: ValueError as readable_path and find_file."""
     if name == USE_PATH:
         if not path.strip():
             raise ValueError(f"model is {name!r}, and path is empty; give that of a checkpoint file or model folder")
         return readable_path(path, "model")
-    files = (folder_paths.get_full_path(kind, name) for kind in _OF_MODELS)
-    if found := next(filter(None, files), None) or _diffusers_folders().get(name):
+    return find_file("model", name, _OF_MODELS, _diffusers_folders())
+
+
+def find_file(what: str, name: str, kinds: Iterable[str], others: Mapping[str, str] = {}) -> Path:
+    """A file by its name in ComfyUI's folders of these kinds, or another's path. Raises: ValueError for neither."""
+    paths = (*(folder_paths.get_full_path(kind, name) for kind in kinds), others.get(name))
+    if found := next(filter(None, paths), None):
         return Path(found)
-    places, there = ", ".join((*_OF_MODELS, "diffusers")), ", ".join(list_models()) or "nothing"
-    raise ValueError(f"model {name!r} is in none of {places} of models; found there: {there}")
+    there = sorted((*others, *(each for kind in kinds for each in folder_paths.get_filename_list(kind))))
+    places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
+    raise ValueError(
+        f"{what} names {name!r}, which is not in ComfyUI's folders ({places}); found there: "
+        f"{first(there, _MOST_NAMED) or 'nothing'}; a file elsewhere needs its full path"
+    )
 
 
 def _diffusers_folders() -> dict[str, str]:
@@ -237,11 +239,8 @@ def _refuse_unreadable(path: Path, name: str, what: str) -> None:
 
 
 def refuse_job(job: JobConfig) -> None:
-    """Asked by the nodes, and again when a process is started.
-
-    Raises: ValueError for a job that reads where nodes may not, writes elsewhere than below ComfyUI's output folder, or
-        imports a package by name.
-    """
+    """Asked by the nodes, and again when a process is started. Raises: ValueError for a job that reads where nodes may
+    not, writes elsewhere than below ComfyUI's output folder, or imports a package by name."""
     if job.optimizer.allow_import:
         raise ValueError("optimizer.allow_import runs any code; start this job yourself by devicebridge train job.toml")
     for key, name in paths_of(job):

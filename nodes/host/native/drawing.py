@@ -1,7 +1,4 @@
-"""Pictures of one of ComfyUI's own models while it trains: its sampler's noise levels and Euler steps, and its VAE.
-
-A picture is what a KSampler with the sampler "euler" draws of the same seed, steps and cfg.
-"""
+"""Pictures of one of ComfyUI's own models while it trains, as KSampler with "euler" draws them: steps, and its VAE."""
 
 from __future__ import annotations
 

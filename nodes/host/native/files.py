@@ -15,20 +15,18 @@ import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
 from ....checkpoints.header import read_header, read_model_header
-from ....checkpoints.model_files import first
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
 from ....jobs.comfy_entries import ComfyEncoders
 from ..comfy_encoders import HostClip, HostVae, HostVision
-from ..folders import list_components
+from ..folders import find_file, list_components
 from .conditions import HostConditioner
 
 # What code raises that takes a file's tensors for granted.
 _OF_DAMAGE: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError, NameError)
 _OF_DAMAGE += (ArithmeticError, AssertionError, RuntimeError)
 _WITH_HEADER = (".safetensors", ".sft", ".gguf")  # other files have pickled tensors
-_MAX_NAMES = 8  # spelt out in a message
 _VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of its VAE begin with
 
 
@@ -38,8 +36,7 @@ def with_files(job: JobConfig) -> JobConfig:
     does not know, or encoders without a name."""
     model, cache = job.model, job.cache
     if model.family == COMFYUI:
-        path = find_file("model.path", model.path, ("diffusion_models", "checkpoints"))
-        model = replace(model, path=str(path))
+        model = replace(model, path=str(_find("model.path", model.path, "diffusion_models", "checkpoints")))
     clip = tuple(_find_encoder("cache.stock_clip", name, "text_encoders") for name in cache.stock_clip)
     if clip and not _is_own(clip, model.path):
         _clip_type(cache.stock_clip_type)
@@ -52,37 +49,27 @@ def with_files(job: JobConfig) -> JobConfig:
             vae = _own("cache.stock_vae", "VAE", model.path, "vae" in parts)
     samples = job.samples
     if model.family == COMFYUI and samples.vae:
-        samples = replace(samples, vae=str(find_file("samples.vae", samples.vae, ("vae", "checkpoints"))))
+        samples = replace(samples, vae=str(_find("samples.vae", samples.vae, "vae", "checkpoints")))
     vision = _find_encoder("cache.stock_vision", cache.stock_vision, "clip_vision")
     audio = _find_encoder("cache.stock_audio_vae", cache.stock_audio_vae, "vae", "checkpoints")
     cache = replace(cache, stock_clip=clip, stock_vae=vae, stock_audio_vae=audio, stock_vision=vision)
     return replace(job, model=model, cache=cache, samples=samples)
 
 
-def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
-    """A file by its full path, or its name in ComfyUI's folders of these kinds. Raises: ValueError for any other."""
-    import folder_paths
-
-    if (path := Path(name).expanduser()).is_absolute():
-        if not path.is_file():
-            raise ValueError(f"{key} names {path}, and there is no such file")
-        return path
-    for kind in kinds:
-        if found := folder_paths.get_full_path(kind, name):
-            return Path(found)
-    there = sorted(each for kind in kinds for each in folder_paths.get_filename_list(kind))
-    places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
-    raise ValueError(
-        f"{key} names {name!r}, which is not in ComfyUI's folders ({places}); found there: "
-        f"{first(there, _MAX_NAMES) or 'nothing'}; a file elsewhere needs its full path"
-    )
+def _find(key: str, name: str, *kinds: str) -> Path:
+    """A file by its full path, or as find_file. Raises: ValueError where there is none."""
+    path = Path(name).expanduser()
+    path = path if path.is_absolute() else find_file(key, name, kinds)
+    if not path.is_file():
+        raise ValueError(f"{key} names {path}, and there is no such file")
+    return path
 
 
 def _find_encoder(key: str, name: str, *kinds: str) -> str:
-    """As find_file; "" for none. Raises: ValueError for a file that is cut short, too, and for GGUF."""
+    """As _find; "" for none. Raises: ValueError for a file that is cut short, too, and for GGUF."""
     if not name:
         return ""
-    path = find_file(key, name, kinds)
+    path = _find(key, name, *kinds)
     if path.suffix in _WITH_HEADER:
         read_header(path)
     return str(path)

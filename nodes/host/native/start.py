@@ -1,9 +1,5 @@
 """A program: our command line in a process that has ComfyUI in it, without a server and without other packs.
-
-    python start.py COMFYUI BASE train job.toml
-
-Run with ComfyUI's Python. COMFYUI is the folder of its code, BASE that of its models. runs/queue.py makes the command.
-"""
+`python start.py COMFYUI BASE train job.toml`, with ComfyUI's Python, the folder of its code, and that of its models."""
 
 from __future__ import annotations
 

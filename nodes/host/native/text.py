@@ -1,8 +1,6 @@
 """CLIP text encoders that are trained: the stock CLIP's own modules, called as CLIPTextEncode does, with gradients.
-
-They become a child of the diffusion model, TEXT_ENCODERS, so that their LoRA is part of its LoRA: one optimizer, one
-checkpoint, one file. They compute in float32, as the stock CLIP does whatever type its weights have.
-"""
+They become a child of the diffusion model, TEXT_ENCODERS, so that their LoRA is part of its LoRA. They compute in
+float32, as the stock CLIP does whatever type its weights have."""
 
 from __future__ import annotations
 
