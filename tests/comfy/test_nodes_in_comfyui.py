@@ -86,7 +86,7 @@ pack = bootstrap.load_pack()
 extension = asyncio.run(pack.comfy_entrypoint())
 for node in asyncio.run(extension.get_node_list()):
     node.GET_NODE_INFO_V1()
-heavy = {"diffusers", "peft", "torchao", "transformers", "accelerate"} & (set(sys.modules) - before)
+heavy = {"diffusers", "peft", "torchao", "transformers", "accelerate", "tomlkit", "av"} & (set(sys.modules) - before)
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 print("quiet")
