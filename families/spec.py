@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from .comfy.native import NativeModel
 
@@ -233,7 +233,7 @@ class ComfyInputs:
 
     states: str  # the text input, as make_inputs names it, that the CONDITIONING's tensor becomes
     width: str  # key of the transformer's config that says how wide this is
-    normalise: Callable[[torch.Tensor], torch.Tensor]  # what VAE.encode returns, [C, F, H, W], to normalised latents
+    normalise: Callable[[Tensor], Tensor]  # what VAE.encode returns, [C, F, H, W], to normalised latents
     pooled: str = ""  # as states and width, for its pooled_output; "" where the model reads none
     pooled_width: str = ""
     min_tokens: int = 0  # shorter texts get rows of zeros in front, up to this number of tokens
@@ -256,19 +256,17 @@ class EulerSteps(Protocol):
     float32 on the CPU, latents and noise are [1, C, F, H, W]."""
 
     @property
-    def levels(self) -> torch.Tensor:
+    def levels(self) -> Tensor:
         """The noise level of each step, as the model gets it. [steps]"""
 
-    def start(self, noise: torch.Tensor) -> torch.Tensor:
+    def start(self, noise: Tensor) -> Tensor:
         """What the first step begins with, of plain noise."""
 
-    def step(
-        self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
-    ) -> torch.Tensor:
+    def step(self, index: int, latents: Tensor, said: Tensor, plain: Tensor | None, scale: float) -> Tensor:
         """The latents after a step. said: by the model of the prompt. plain: of the empty one; None without
         classifier-free guidance. scale: of that guidance."""
 
-    def end(self, latents: torch.Tensor) -> torch.Tensor:
+    def end(self, latents: Tensor) -> Tensor:
         """Normalised latents, of those that the last step leaves."""
 
 
@@ -278,7 +276,7 @@ class HostDecoding(Protocol):
     def needed_bytes(self, shape: tuple[int, ...]) -> int:
         """What weights and decoding take on a card, by ComfyUI's own estimate. shape: of latents, [1, C, F, H, W]"""
 
-    def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def decode(self, latents: Tensor, device: torch.device) -> Tensor:
         """Pixels in 0..1, float32 on the CPU, of latents [1, C, F, H, W]. [F, height, width, 3] Raises: Stopped where
         the host's user has pressed Cancel."""
 
@@ -288,7 +286,6 @@ class HostDecoding(Protocol):
 
 class HostModel(Protocol):
     """One of ComfyUI's own models as training asks for it; nodes/host/native/ makes it, and nobody else can.
-
     Its modules are what a diffusers model is to the trainer: train(), enable_gradient_checkpointing(function) with
     function(block, *args), is_gradient_checkpointing. They are called through predict alone.
     """
@@ -297,19 +294,12 @@ class HostModel(Protocol):
         """The model with its parameters on meta; buffers too if it is empty."""
 
     def add_noise(
-        self,
-        latents: torch.Tensor,
-        noise: torch.Tensor,
-        times: torch.Tensor,
-        given: Mapping[str, torch.Tensor] = {},
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, latents: Tensor, noise: Tensor, times: Tensor, given: Mapping[str, Tensor] = {}
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Noisy latents, what the network should say of them, and their sigmas, float32.
-
-        Args:
-            latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
-            given: of families/comfy/inputs.py. A noise mask is 1 where sampling denoises all; what it leaves is put in
-                as it does, [B, 1 or C, F, H, W]. Streams say how packed latents are taken apart.
-        """
+        latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
+        given: of families/comfy/inputs.py. A noise mask is 1 where sampling denoises all; what it leaves is put in as
+        it does, [B, 1 or C, F, H, W]. Streams say how packed latents are taken apart."""
 
     def computing_in(self, dtype: torch.dtype) -> HostModel:
         """The same, to be computed in another type. Raises: ValueError if the host does not take this type's range to
@@ -319,19 +309,11 @@ class HostModel(Protocol):
         """The time that add_noise takes for a noise level as objective.lowest_noise counts it, both in 0..1."""
 
     def predict(
-        self,
-        model: nn.Module,
-        noisy: torch.Tensor,
-        sigmas: torch.Tensor,
-        given: Mapping[str, torch.Tensor],
-        guidance: float | None,
-    ) -> torch.Tensor:
+        self, model: nn.Module, noisy: Tensor, sigmas: Tensor, given: Mapping[str, Tensor], guidance: float | None
+    ) -> Tensor:
         """What the network says of noisy latents, as sampling calls it. [B, C, F, H, W]
-
-        Args:
-            given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch, and the noise mask
-                that add_noise was given, if any.
-        """
+        given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch, and the noise mask that
+        add_noise was given, if any."""
 
     @property
     def text_class(self) -> str:
@@ -341,12 +323,8 @@ class HostModel(Protocol):
         self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
     ) -> None:
         """Load them as the model's child TEXT_ENCODERS; predict then takes tokens in the place of a CONDITIONING.
-
-        Args:
-            files, kind: as cache.stock_clip and stock_clip_type name them. path: of the model's own file.
-            fingerprint: the name that they must have.
-        Raises: ValueError for others.
-        """
+        files, kind: as cache.stock_clip and stock_clip_type name them. path: of the model's own file.
+        fingerprint: the name that they must have. Raises: ValueError for others."""
 
     def euler_steps(self, steps: int) -> EulerSteps:
         """So many steps, as its sampler makes them."""
@@ -354,16 +332,14 @@ class HostModel(Protocol):
     def open_vae(self, path: Path) -> HostDecoding:
         """The VAE of a file. Raises: ValueError for a file that holds none."""
 
-    def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def read_lora(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Tensor]]:
         """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py. Those of
         text encoders that can be trained begin with TEXT_ENCODERS. Raises: ValueError naming what it does not map."""
 
-    def unread_lora(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    def unread_lora(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Tensors of a LoRA file that its loader does not map onto this model. Raises: ValueError for layers twice."""
 
-    def example(
-        self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
-    ) -> dict[str, torch.Tensor]:
+    def example(self, batch: int, device: torch.device, text: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Something to be given to predict, for sizes. text: of one sample; None takes what its description says of
         such a model. Raises: ValueError where nobody said what such a model is given."""
 
@@ -393,15 +369,15 @@ class ModelFamily:
     renames: tuple[Rename, ...]  # between original and diffusers names; every parameter of the model is covered
     modelspec_architecture: str  # what LoRA metadata calls this family, as ss_base_model_version
     ss_base_model_version: str
-    make_inputs: Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], float | None], dict[str, Any]]
+    make_inputs: Callable[[Tensor, Tensor, Mapping[str, Tensor], float | None], dict[str, Any]]
     # (output tensor, latents [B, C, F, H, W]) -> prediction of the latents' shape
-    read_prediction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    read_prediction: Callable[[Tensor, Tensor], Tensor]
     # (vae, pixels [B, 3, F, height, width] in -1..1) -> normalised latents [B, C, F, H, W], float32
-    encode_latents: Callable[[Any, torch.Tensor], torch.Tensor]
+    encode_latents: Callable[[Any, Tensor], Tensor]
     # (vae, normalised latents [B, C, F, H, W]) -> pixels [B, 3, F, height, width]
-    decode_latents: Callable[[Any, torch.Tensor], torch.Tensor]
+    decode_latents: Callable[[Any, Tensor], Tensor]
     # (vae, pixels) -> what goes beside noisy latents, [B, C', F, H, W], float32
-    encode_condition: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    encode_condition: Callable[[Any, Tensor], Tensor] | None = None
     # Modules before the blocks, and which of the tensors they return the model's own forward mixes into the stream
     # after the last block. No module of the tail is called with it, so it is brought there early.
     read_by_tail: Mapping[str, int] = field(default_factory=dict)

@@ -45,12 +45,9 @@ def run_workflow(
     python: Path | None = None,
 ) -> RunResult:
     """Run a workflow in its API or its saved form. Ctrl-C, SIGTERM and SIGHUP cancel it once training has saved.
-    comfyui, python: ComfyUI's folder, and what it runs with; None finds each.
-    timeout_s: cancel after this many seconds; None never does.
-    on_progress: gets one line at a time.
-    base: other place for models, inputs and outputs than ComfyUI's folder.
-    server_arguments: added to ComfyUI's own, such as "--cpu".
-    values: inputs that are replaced, see set_values.
+    comfyui, python: ComfyUI's folder, and what it runs with; None finds each. timeout_s: None never cancels.
+    on_progress: gets one line at a time. base: other place for models, inputs and outputs than ComfyUI's folder.
+    server_arguments: added to ComfyUI's own, such as "--cpu". values: inputs that are replaced, see set_values.
     Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli
     is missing or fails."""
     graph = read_workflow(workflow)

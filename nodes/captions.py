@@ -35,31 +35,17 @@ _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
 _GONE = "ComfyUI has let go of the CLIP that encoded the captions; use Unload Models and Execution Cache, and run again"
 _LINK_OF = {"text_encoders": "stock_clip", "vae": "stock_vae"}
-_USUAL = "the file that ComfyUI's templates name for such a model, if it is there"
 _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision": "Load CLIP Vision"}
 
 
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
-    files = folders.list_components("text_encoders")
+    files, vaes = map(folders.list_components, ("text_encoders", "vae"))
     return [
         ModelSocket.Input("model"),
         DatasetSocket.Input("dataset"),
-        Socket(
-            "text_encoders",
-            "cache.text_encoders",
-            "A file in models/text_encoders, which ComfyUI loads and runs, or a diffusers folder there. "
-            f"{folders.OWN_PART} of a model that is one file: {_USUAL}.",
-            **file_options(folders.OWN_PART, *files),
-        ),
-        Socket(
-            "vae",
-            "cache.vae",
-            f"A file or folder in models/vae. {folders.OWN_PART} of a model that is one file: {_USUAL}.",
-            read=read_file,
-            advanced=True,
-            **file_options(folders.OWN_PART, *folders.list_components("vae")),
-        ),
+        Socket("text_encoders", "cache.text_encoders", None, **file_options(folders.OWN_PART, *files)),
+        Socket("vae", "cache.vae", None, read=read_file, advanced=True, **file_options(folders.OWN_PART, *vaes)),
         Socket(
             "text_device",
             "cache.text_device",

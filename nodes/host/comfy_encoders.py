@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
 from ...families.comfy.inputs import read_song
@@ -141,12 +141,12 @@ class HostVae(_Encoder):
         self.fingerprint = _name("VAE", vae.patcher, settings)
         self.takes_clips = bool(vae.latent_dim == 3 and not vae.not_video)  # VAE.encode makes one video of a batch then
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode(self, pixels: Tensor) -> Tensor:
         """[F, height, width, 3] in 0..1 -> the samples of a LATENT, as VAEEncode gives them."""
         with torch.inference_mode(), outside(about="this VAE"):
             return self.stock.encode(pixels)
 
-    def encode_sound(self, waveform: torch.Tensor, rate: int, *, is_padded: bool = False) -> torch.Tensor:
+    def encode_sound(self, waveform: Tensor, rate: int, *, is_padded: bool = False) -> Tensor:
         """[channels, samples] at its rate -> the samples of a LATENT, as VAE Encode Audio gives them. is_padded: with
         silence behind what the VAE would crop away on both sides. Raises: ValueError for a VAE of pictures."""
         import torchaudio
@@ -198,7 +198,7 @@ def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
     return f"comfyui {__version__} {kind} {settings_fingerprint(facts)}"
 
 
-def _weights(patcher: Any) -> dict[str, torch.Tensor]:
+def _weights(patcher: Any) -> dict[str, Tensor]:
     """The weights as they were loaded: where a clone with a LoRA has patched the shared module, its backup counts."""
     found = patcher.model.state_dict()
     for backup in (patcher.hook_backup, patcher.backup):  # hooks come on top of patches
@@ -236,7 +236,7 @@ def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
     yield name, _class_name(tokenizer)
     if hasattr(tokenizer, "state_dict"):
         for key, value in sorted(tokenizer.state_dict().items()):
-            is_tensor = isinstance(value, torch.Tensor)
+            is_tensor = isinstance(value, Tensor)
             yield f"{name}.{key}", tensors_fingerprint({key: value}) if is_tensor else _plain(value)
     if hasattr(tokenizer, "get_vocab"):
         yield f"{name}.vocabulary", settings_fingerprint(tokenizer.get_vocab())

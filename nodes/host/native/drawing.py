@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....checkpoints.header import read_header
 from ....system.stopping import Stopped
@@ -36,26 +37,24 @@ class ComfySteps:
 
         self._sampling = sampling
         self._levels = comfy.samplers.calculate_sigmas(sampling, scheduler, steps)
-        self.levels: torch.Tensor = self._levels[:-1]
+        self.levels: Tensor = self._levels[:-1]
 
-    def start(self, noise: torch.Tensor) -> torch.Tensor:
+    def start(self, noise: Tensor) -> Tensor:
         first, most = float(self._levels[0]), float(self._sampling.sigma_max)
         is_all = first > most or math.isclose(first, most, rel_tol=1e-5)
-        made: torch.Tensor = self._sampling.noise_scaling(self._levels[0], noise, torch.zeros_like(noise), is_all)
+        made: Tensor = self._sampling.noise_scaling(self._levels[0], noise, torch.zeros_like(noise), is_all)
         return made
 
-    def step(
-        self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
-    ) -> torch.Tensor:
+    def step(self, index: int, latents: Tensor, said: Tensor, plain: Tensor | None, scale: float) -> Tensor:
         level = self._levels[index]
-        denoised: torch.Tensor = self._sampling.calculate_denoised(level, said, latents)
+        denoised: Tensor = self._sampling.calculate_denoised(level, said, latents)
         if plain is not None:
             other = self._sampling.calculate_denoised(level, plain, latents)
             denoised = other + (denoised - other) * scale
         return latents + (latents - denoised) / level * (self._levels[index + 1] - level)
 
-    def end(self, latents: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self._sampling.inverse_noise_scaling(self._levels[-1], latents)
+    def end(self, latents: Tensor) -> Tensor:
+        made: Tensor = self._sampling.inverse_noise_scaling(self._levels[-1], latents)
         return made
 
 
@@ -71,7 +70,7 @@ class ComfyDecoding:
         sides = shape if has_frames else (*shape[:2], *shape[3:])
         return int(self._vae.memory_used_decode(sides, self._vae.vae_dtype)) + int(self._vae.model_size())
 
-    def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def decode(self, latents: Tensor, device: torch.device) -> Tensor:
         """Raises: Stopped."""
         from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 
@@ -83,7 +82,7 @@ class ComfyDecoding:
         samples = self._form.process_out(latents if self._has_sequence else latents[:, :, 0])
         with torch.inference_mode(), outside(about="this VAE"):
             try:
-                pixels: torch.Tensor = self._vae.decode(samples)
+                pixels: Tensor = self._vae.decode(samples)
                 return pixels.reshape(-1, *pixels.shape[-3:])[..., :3].float().cpu()
             except InterruptProcessingException as error:  # from its layers; Cancel counts as heard then
                 interrupt_current_processing(True)  # but the training is to hear it

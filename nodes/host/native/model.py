@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ....families.comfy import inputs
 from ....families.comfy.native import NativeModel
@@ -45,7 +45,7 @@ class ComfyModel:
     config: what comfy.model_detection made of its file, with the type it computes in.
     names: the file's tensors, without data, under the names ComfyUI's loader has for them, and their prefix."""
 
-    def __init__(self, config: Any, names: Mapping[str, torch.Tensor], prefix: str, row: NativeModel) -> None:
+    def __init__(self, config: Any, names: Mapping[str, Tensor], prefix: str, row: NativeModel) -> None:
         self._config, self._names, self._prefix, self._row = config, dict(names), prefix, row
         base = self._make_base(torch.device("meta"))
         self.sampling, self._form = base.model_sampling, base.latent_format
@@ -81,8 +81,8 @@ class ComfyModel:
 
     @torch.no_grad()
     def add_noise(
-        self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor, given: Mapping[str, torch.Tensor] = {}
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, latents: Tensor, noise: Tensor, times: Tensor, given: Mapping[str, Tensor] = {}
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
         target = (data - D(0)) / (D(1) - D(0)): noise - data for flow, noise for eps, and v for v. A noise mask changes
         what is noisy, not the target."""
@@ -112,14 +112,14 @@ class ComfyModel:
         # Cosmos adds noise to the data.
         return time_at(self.sampling, level / (1 - level) if self._kind == "FLOW_COSMOS" else level)
 
-    def _noised(self, sigmas: torch.Tensor, noise: torch.Tensor, clean: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _noised(self, sigmas: Tensor, noise: Tensor, clean: Tensor) -> tuple[Tensor, ...]:
         """A stream, noisy, and what the network should say of it."""
         noisy = self.sampling.noise_scaling(sigmas, noise, clean, False)
         denoised = functools.partial(self.sampling.calculate_denoised, sigmas, model_input=noisy)
         at_zero, at_one = (denoised(model_output=torch.full_like(clean, value)) for value in (0.0, 1.0))
         return noisy, (clean - at_zero) / (at_one - at_zero)
 
-    def _levels(self, sigmas: torch.Tensor, num_streams: int) -> list[torch.Tensor]:
+    def _levels(self, sigmas: Tensor, num_streams: int) -> list[Tensor]:
         """The noise levels of each stream, [B]: the sound of MiniMax H3 has a shift of its own.
         Its sampler scales the sound onto the video's levels, whose loss would weigh it by the square of that scale."""
         own: Any = getattr(self.sampling, "shift", None)
@@ -130,13 +130,8 @@ class ComfyModel:
         return [sigmas, of_sound * unshifted / (1 + (of_sound - 1) * unshifted)]
 
     def predict(
-        self,
-        model: nn.Module,
-        noisy: torch.Tensor,
-        sigmas: torch.Tensor,
-        given: Mapping[str, torch.Tensor],
-        guidance: float | None,
-    ) -> torch.Tensor:
+        self, model: nn.Module, noisy: Tensor, sigmas: Tensor, given: Mapping[str, Tensor], guidance: float | None
+    ) -> Tensor:
         """Raises: RuntimeError outside of native_training; ValueError for options that differ in one batch, or are read
         of its first sample alone."""
         import comfy.model_management
@@ -161,7 +156,7 @@ class ComfyModel:
         if self._row.forgets_if_patched:
             options["patches_replace"] = {"dit": {"of no block": None}}
         output = base.apply_model(x, sigmas, transformer_options=options, **arguments)
-        made: torch.Tensor = output.reshape(noisy.shape)
+        made: Tensor = output.reshape(noisy.shape)
         return made
 
     @property
@@ -179,15 +174,13 @@ class ComfyModel:
     def open_vae(self, path: Path) -> ComfyDecoding:
         return ComfyDecoding(path, self._form, has_sequence=self._dims == 3)
 
-    def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def read_lora(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Tensor]]:
         return read_lora(self._make_base(torch.device("meta")), tensors, PARTS.get(self.text_class, ()))
 
-    def unread_lora(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    def unread_lora(self, tensors: Mapping[str, Tensor]) -> list[str]:
         return map_lora(self._make_base(torch.device("meta")), tensors)[1]
 
-    def example(
-        self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
-    ) -> dict[str, torch.Tensor]:
+    def example(self, batch: int, device: torch.device, text: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         model = self._make_base(torch.device("meta")).diffusion_model
         given = usual_text(model) if text is None else text
         tokens = next((each for name, each in given.items() if inputs.option_path(name) == _FOR_ADAPTER[0]), None)
@@ -211,7 +204,7 @@ class ComfyModel:
         return found
 
 
-def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:
+def build(config: Any, names: Mapping[str, Tensor], prefix: str, device: torch.device) -> Any:
     """ComfyUI's model without weights; some classes count with numbers of their own, which are not on meta."""
     own = _copied(config)  # copies of a model share it
     own.custom_operations = plain_operations()
@@ -232,7 +225,7 @@ def _copied(config: Any) -> Any:
 
 
 def _conditions(
-    base: Any, x: torch.Tensor, shapes: list[tuple[int, ...]], given: Mapping[str, torch.Tensor], guidance: float | None
+    base: Any, x: Tensor, shapes: list[tuple[int, ...]], given: Mapping[str, Tensor], guidance: float | None
 ) -> Any:
     """What sampling makes of a CONDITIONING: arguments of apply_model, with its gradients. shapes: of x's streams."""
     import comfy.samplers
@@ -255,7 +248,7 @@ def _conditions(
         return comfy.samplers.cond_cat([parts])
 
 
-def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _options(given: Mapping[str, Tensor]) -> dict[str, Any]:
     """What a CONDITIONING has beside its states, as it has it."""
     tree: dict[str, Any] = {}
     for name, value in given.items():
@@ -312,7 +305,7 @@ def _joined(parts: Any) -> Any:
     return [made[name] for name in sorted(made, key=int)] if all(map(str.isdigit, made)) else _Said(made)
 
 
-def _value(name: str, value: torch.Tensor) -> Any:
+def _value(name: str, value: Tensor) -> Any:
     """A tensor; what has no batch, and a number or string where the CONDITIONING had one, must be equal in a batch."""
     is_read, is_whole = _is_read(name, value), name.startswith(inputs.WHOLE)
     if not (is_read or is_whole):
@@ -324,18 +317,18 @@ def _value(name: str, value: torch.Tensor) -> Any:
     return bytes(value[0].tolist()).decode() if name.startswith(inputs.WORDS) else value[0].item()
 
 
-def _is_read(name: str, value: torch.Tensor) -> bool:
+def _is_read(name: str, value: Tensor) -> bool:
     """Whether this is a number or a string of each sample, rather than a tensor that the model computes with."""
     is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
     return name.startswith(inputs.WORDS) or name.startswith(inputs.OPTION) and is_number
 
 
-def plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def plain_attention(attention: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Torch's own attention, which has a backward, in the place of whatever ComfyUI was started with."""
     return _named_attention(*args, has_options=True, **kwargs)
 
 
-def _named_attention(*args: Any, has_options: bool = False, **kwargs: Any) -> torch.Tensor:
+def _named_attention(*args: Any, has_options: bool = False, **kwargs: Any) -> Tensor:
     """The same for what classes call by name; where they hand options on, it leads to the one above.
     To the keys of all devices that share out the rows of this forward, once per attention."""
     from comfy.ldm.modules.attention import attention_pytorch

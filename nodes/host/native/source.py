@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....checkpoints.checkpoint import OF_PAIR, WAN_22, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
@@ -122,7 +123,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
 
 
-def _read_small(records: dict[str, TensorRecord]) -> dict[str, torch.Tensor]:
+def _read_small(records: dict[str, TensorRecord]) -> dict[str, Tensor]:
     """Every tensor without its numbers, but for vectors: ComfyUI tells some models by the spread of a norm or bias."""
     types = {n: torch.bfloat16 if r.is_quantized else TORCH_TYPES[r.dtype] for n, r in records.items()}
     names = {n: torch.empty(r.shape, dtype=types[n], device="meta") for n, r in records.items()}
@@ -130,7 +131,7 @@ def _read_small(records: dict[str, TensorRecord]) -> dict[str, torch.Tensor]:
     return names | dict(read_records({n: r for n, r in is_small.items() if r.dtype in FLOAT_TYPES}))
 
 
-def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: dict[str, str]) -> Any:
+def _detect(path: Path, names: dict[str, Tensor], prefix: str, metadata: dict[str, str]) -> Any:
     import comfy.model_detection
 
     detect = comfy.model_detection.model_config_from_unet
@@ -328,11 +329,11 @@ def _concat_needs(base: Any) -> tuple[str, ...]:
     one = torch.ones(_some_latents(base))
     image, mask = {"concat_latent_image": one}, {"concat_mask": one[:, :1] / 2}
 
-    def made(**options: torch.Tensor) -> Any:
+    def made(**options: Tensor) -> Any:
         given = {name: each.clone() for name, each in options.items()}  # Wan's writes into what it is given
         return base.concat_cond(noise=one, latent_image=torch.zeros_like(one), device=one.device, **given)
 
-    def is_read(**beside: torch.Tensor) -> bool:
+    def is_read(**beside: Tensor) -> bool:
         return not torch.equal(made(**beside, **image), made(**beside))
 
     if is_read():
@@ -361,9 +362,9 @@ def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:
 
 
 def _normaliser(form: Any, dims: int) -> Any:
-    def normalise(samples: torch.Tensor) -> torch.Tensor:
+    def normalise(samples: Tensor) -> Tensor:
         """[C, F, H, W] -> the same, as the sampler hands it to the model; packed streams likewise."""
-        made: torch.Tensor = form.process_in(samples[None].reshape(1, len(samples), *samples.shape[4 - dims :]))[0]
+        made: Tensor = form.process_in(samples[None].reshape(1, len(samples), *samples.shape[4 - dims :]))[0]
         return made.view(len(made), *[1] * (3 - dims), *made.shape[1:])
 
     return normalise
@@ -387,7 +388,7 @@ def follow(config: Any, records: Mapping[str, TensorRecord]) -> dict[str, Tensor
         return found
     kept = {id(tensor) for tensor in made.values()}
     generator = torch.Generator().manual_seed(1)
-    numbered: dict[str, torch.Tensor] = {}  # tensors of as many rows, each one number
+    numbered: dict[str, Tensor] = {}  # tensors of as many rows, each one number
     origin: dict[int, _Row] = {}  # the row that each number stands for
     for name, tensor in given.items():
         if tensor.ndim and id(tensor) not in kept:
