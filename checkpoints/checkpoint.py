@@ -1,12 +1,7 @@
-"""A transformer's checkpoint, recognised from its header: which family, which variant, under whose names.
+"""A transformer's checkpoint, recognised by names and shapes: which family, which variant, under whose names.
 
-Recognised are a diffusers model folder or transformer folder, sharded or not, a single safetensors or GGUF file and any
-one of a set of shards, under the makers' names or diffusers', with or without the prefix ComfyUI's files carry.
-Recognition uses names and shapes only, offline. A diffusers folder brings its own config, so any size works there;
-elsewhere the shapes must be those of a published variant. Quantized weights are recognised too (quantized_files.py says
-which).
-
-Nothing is guessed: every tensor of the file must have a place in the model and the other way round.
+A diffusers folder brings its own config, so any size works there; elsewhere the shapes must be those of a published
+variant. Nothing is guessed: every tensor of the file must have a place in the model and the other way round.
 """
 
 from __future__ import annotations
@@ -24,16 +19,9 @@ from typing import Any, Literal
 from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
-from .header import FileHeader, TensorRecord, read_model_header
-from .model_class import (
-    described,
-    differences,
-    expected_shapes,
-    refuse_absurd_sizes,
-    refuse_other_kinds,
-    transformer_class,
-    with_defaults,
-)
+from . import model_class
+from .header import FileHeader, TensorRecord, read_header
+from .model_class import described, differences, expected_shapes, with_defaults
 from .model_files import UNET, Source, describe_other, find_source, first, refuse_lora
 from .quantized_files import TYPE_NAMES, pair_scales, read_formats
 
@@ -50,8 +38,8 @@ _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's fil
 
 
 class OtherModel(ValueError):
-    """A file of none of these families, as far as its names and shapes tell. ComfyUI may build its model. kind: what it
-    looks like; "" for a diffusion model."""
+    """A file of none of these families. ComfyUI may build its model. kind: what it looks like; "" for a diffusion
+    model."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -60,8 +48,8 @@ class OtherModel(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A recognised checkpoint. A folder of its own size has the variant it resembles most; text encoders and noise
-    schedule are taken from there."""
+    """A recognised checkpoint. A folder of its own size has the variant it resembles most, for text encoders and noise
+    schedule."""
 
     path: Path  # as the user gave it
     family: ModelFamily
@@ -74,31 +62,23 @@ class CheckpointInfo:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that a tensor or its scale lies in, sorted."""
         records = self.tensors.values()
         return tuple(sorted({r.file for r in records} | {r.scale.file for r in records if r.scale is not None}))
 
     @property
     def quantized_types(self) -> dict[str, int]:
         """How many tensors are quantized, by type ("float8_e4m3fn", "int8", GGUF's "Q4_K"); {} for a plain file."""
-        return dict(
-            Counter(
-                TYPE_NAMES.get(record.dtype, record.dtype) for record in self.tensors.values() if record.is_quantized
-            )
-        )
+        types = (record.dtype for record in self.tensors.values() if record.is_quantized)
+        return dict(Counter(TYPE_NAMES.get(each, each) for each in types))
 
 
 def read_tensor_records(
     path: Path, wanted: Variant | None = None
 ) -> tuple[Source, list[FileHeader], dict[str, TensorRecord]]:
-    """The tensors of a diffusion model by their names without its prefix, and where they lie.
-
-    What else a bundled file holds (VAE, text encoders) is in the headers alone.
-
-    Raises: ValueError for a LoRA, and for a path that is no model.
-    """
+    """The tensors of a diffusion model by their names without its prefix, and where they lie; what else a bundled file
+    holds is in the headers alone. Raises: ValueError for a LoRA, and for a path that is no model."""
     source = find_source(path, wanted)
-    headers = [read_model_header(file) for file in source.files]
+    headers = [read_header(file, is_model=True) for file in source.files]
     records = {name: record for header in headers for name, record in header.records().items()}
     refuse_lora(source.path, records)
     for prefix in _PREFIXES:
@@ -114,8 +94,8 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
         path: model folder, transformer folder, single file, or one shard of several.
         family, variant: "" recognises them. A variant is needed where several share their shapes, the file's name
             does not tell them apart (Wan 2.2's experts), and the first is not meant.
-    Raises: OtherModel if it is no transformer of these families; it says what it is instead. ValueError for a LoRA, or
-        a number format that is not read.
+    Raises: OtherModel if it is no transformer of these families. ValueError for a LoRA, or a number format that is not
+        read.
     """
     families = (find_family(family),) if family else tuple(FAMILIES.values())
     wanted = find_variant(variant, families)[1] if variant else None
@@ -131,8 +111,7 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
 
 
 def make_published_info(name: str) -> CheckpointInfo:
-    """A published variant by its name, no file of which need be there: sizes for planning, without a tensor to load.
-    Raises: ValueError that lists the variants there are."""
+    """A published variant by its name, for planning. Raises: ValueError that lists the variants there are."""
     family, variant = find_variant(name)
     return CheckpointInfo(Path(name), family, variant, dict(variant.transformer_config), "diffusers", {}, None)
 
@@ -141,17 +120,16 @@ def make_published_info(name: str) -> CheckpointInfo:
 
 
 def _read_folder(source: Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]) -> CheckpointInfo:
-    """A diffusers folder: its config says what it is. The variant is chosen later."""
     class_name, file = source.config["_class_name"], source.folder / "config.json"
     family = next((family for family in families if family.transformer_class == class_name), None)
     if family is None:
         raise ValueError(f"{source.folder} holds a {class_name}, not a model of {families[0].title}")
     _refuse_unsupported(source.folder, records, family)
     config = {name: value for name, value in source.config.items() if not name.startswith("_")}
-    ignored = getattr(transformer_class(family), "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = getattr(model_class.transformer_class(family), "_keys_to_ignore_on_load_unexpected", None) or ()
     tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
-    refuse_absurd_sizes(file, config)
-    refuse_other_kinds(file, class_name, config)
+    model_class.refuse_absurd_sizes(file, config)
+    model_class.refuse_other_kinds(file, class_name, config)
     try:
         shapes = expected_shapes(family, config)
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
@@ -159,8 +137,7 @@ def _read_folder(source: Source, records: dict[str, TensorRecord], families: Seq
             f"{file} gives values that no {class_name} can be made with ({type(error).__name__}: {error}); download it "
             "again"
         ) from error
-    found = differences(shapes, tensors)
-    if found:
+    if found := differences(shapes, tensors):
         raise ValueError(f"the weights in {source.folder} do not fit its config.json: {described(found)}")
     return CheckpointInfo(source.path, family, None, config, "diffusers", tensors, source.pipeline_folder)
 
@@ -178,7 +155,6 @@ def _refuse_unsupported(path: Path, names: Iterable[str], family: ModelFamily) -
 
 
 def _read_by_names(source: Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]) -> CheckpointInfo:
-    """A file without a config of ours: its names say which family, its shapes which variant."""
     ways = [(family, layout, *_translate(records, family, layout)) for family in families for layout in _LAYOUTS]
     family, layout, tensors, unknown = min(ways, key=lambda way: len(way[3]))
     if len(unknown) > len(records) // 2 or not records:
@@ -213,7 +189,6 @@ def _read_by_names(source: Source, records: dict[str, TensorRecord], families: S
 def _translate(
     records: Mapping[str, TensorRecord], family: ModelFamily, layout: Layout
 ) -> tuple[dict[str, TensorRecord], list[str]]:
-    """A file's tensors under diffusers names, and the names that have none."""
     tensors: dict[str, TensorRecord] = {}
     unknown: list[str] = []
     rows = family.renames
@@ -235,7 +210,7 @@ def _translate(
 
 
 def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None) -> CheckpointInfo:
-    """Settle which variant it is: the requested one, else the first that fits what is known."""
+    """The requested variant, else the first that fits what is known."""
     own = with_defaults(info.family, info.config)
     alike = _with_equal_inputs(info, own, wanted)
     configs = {variant.name: with_defaults(info.family, variant.transformer_config) for variant in alike}

@@ -1,9 +1,7 @@
 """Hashes of files, weights and settings by their content: a moved or renamed file has the same one.
 
-Files up to `_WHOLE_FILE_BYTES` (most VAEs, the CLIP encoders) are hashed in full; of larger ones, which would take
-minutes of disk time before every job, the size, the header, and `_SAMPLE_BYTES` at the start, the middle and the end of
-every tensor. Fine-tuning, merging, quantizing or swapping changes a tensor nearly everywhere; an edit by hand of single
-numbers may be missed. Weights in memory are sampled in the same way.
+Files up to `_WHOLE_FILE_BYTES` are hashed in full; of larger ones the size, the header, and `_SAMPLE_BYTES` at the
+start, the middle and the end of every tensor. An edit by hand of single numbers may be missed.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ def settings_fingerprint(settings: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON knows it; refuses what has no one spelling, rather than hashing its address."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -47,8 +44,8 @@ def _plain(value: Any) -> Any:
 
 
 def file_fingerprint(path: str | Path) -> str:
-    """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file). Raises:
-    OSError if it cannot be read; ValueError for a large safetensors file with a broken header."""
+    """Hash of a file's bytes, or a sample of them. Raises: OSError if it cannot be read; ValueError for a large
+    safetensors file with a broken header."""
     path = Path(path)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -65,16 +62,12 @@ def file_fingerprint(path: str | Path) -> str:
         digest = hashlib.sha256()
         while chunk := file.read(2**20):
             digest.update(chunk)
-        return digest.hexdigest()
+    return digest.hexdigest()
 
 
 def folder_fingerprint(path: str | Path) -> str:
-    """Hash of the weights, configs and tokenizer files lying directly in a folder, by name and content.
-
-    Other files (a README, weights in other formats) are never read by us and do not count.
-
-    Raises: ValueError if the folder is missing or holds no such file.
-    """
+    """Hash of the weights, configs and tokenizer files directly in a folder, by name and content. Raises: ValueError if
+    the folder is missing or holds no such file."""
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; give one with config and safetensors files")
@@ -87,12 +80,8 @@ def folder_fingerprint(path: str | Path) -> str:
 
 
 def content_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float = math.inf) -> dict[str, Any]:
-    """Type, shape and hash of every tensor, on any device, moved part by part.
-
-    Hashed are all bytes if they are up to 3 * sample_bytes, else as many at the start, in the middle and at the end.
-
-    Raises: ValueError naming a tensor that does not show its bytes.
-    """
+    """Type, shape and hash of every tensor, on any device: of all bytes if they are up to 3 * sample_bytes, else of as
+    many at the start, in the middle and at the end. Raises: ValueError naming a tensor that does not show its bytes."""
     import torch
 
     facts = {}

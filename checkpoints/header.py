@@ -1,10 +1,6 @@
-"""The header of a safetensors file, checked: names, shapes and types of its tensors, read without touching the weights.
+"""The header of a safetensors or GGUF file, checked: names, shapes and types of its tensors, without their weights.
 
-A file is 8 bytes of header length, the header as JSON, then the tensors without a gap between them. What breaks one of
-these rules is refused with the file's name, and a file of another kind by what it is.
-
-A model may be a GGUF file, whose header is read into the same. The gguf package has no limits: a file that promises
-2^60 settings keeps it waiting.
+The gguf package has no limits: a file that promises 2^60 settings keeps it waiting.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from ..system.files import expect, parse_json_object, read_json_object
 
 AGAIN = "download it again"  # what helps against a damaged file that was made elsewhere
 FILE_ENDINGS = (".safetensors", ".sft")
-# Types a frozen base can be read from, as safetensors spells them. Numbers of the second list have a scale, or come
-# from a plain cast.
+# Types a frozen base can be read from. Numbers of the second list have a scale, or come from a plain cast.
 FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
 EIGHT_BIT_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 
@@ -40,7 +35,7 @@ _GGUF = "a GGUF file, which is read for the model that is trained alone; use a .
 _PICKLE = "a pickle; pickles are not read, convert it to safetensors"
 _SAVED = "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"
 _WEB_PAGE = f"a web page, not the file itself; {AGAIN}"
-_ENDINGS = {".gguf": _GGUF, ".ckpt": _PICKLE, ".pt": _PICKLE, ".pth": _PICKLE, ".bin": _PICKLE}
+OTHER_ENDINGS = {".gguf": _GGUF, ".ckpt": _PICKLE, ".pt": _PICKLE, ".pth": _PICKLE, ".bin": _PICKLE}
 _FIRST_BYTES = {  # of files that are called safetensors and are not
     b"GGUF": _GGUF,
     b"PK\x03\x04": _SAVED,
@@ -52,16 +47,13 @@ _FIRST_BYTES = {  # of files that are called safetensors and are not
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file: its type as safetensors spells it, and its bytes, counted from the data's start.
-
-    packing: of a GGUF file, how its weights are packed; "" for numbers. Its dtype is the same where rows are whole
-        blocks, and read as bytes; else F32, as which it is read.
-    """
+    """One tensor of a file: its type as safetensors spells it, and its bytes, counted from the data's start."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+    # How GGUF packs it; "" for numbers. Where rows are whole blocks, dtype is the same; else F32, as which it is read.
     packing: str = ""
 
 
@@ -103,8 +95,6 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a safetensors file says of itself."""
-
     file: Path
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
@@ -112,16 +102,14 @@ class FileHeader:
     data_start: int  # the position of the first tensor's bytes
 
     def records(self) -> dict[str, TensorRecord]:
-        """Every tensor by its name."""
         return {key: TensorRecord(self.file, key, entry.shape, entry.dtype) for key, entry in self.tensors.items()}
 
 
-def read_header(file: Path) -> FileHeader:
-    """The header of a safetensors file. Raises: ValueError if it is something else, cut short or damaged; it says what
-    was found."""
+def read_header(file: Path, *, is_model: bool = False) -> FileHeader:
+    """Of a safetensors file; of a model also of a GGUF file. Raises: as read_file_header or read_open_header."""
     refuse_no_file(file)
     with open(file, "rb") as stream:
-        return read_file_header(stream)
+        return (read_open_header if is_model else read_file_header)(stream)
 
 
 def refuse_no_file(file: Path) -> None:
@@ -131,11 +119,11 @@ def refuse_no_file(file: Path) -> None:
 
 
 def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
-    """The header of an open safetensors file, from its start. Raises: ValueError naming the file if it is something
-    else, cut short or damaged; it says what was found."""
+    """Of an open safetensors file, from its start: 8 bytes of length, JSON, then tensors without a gap between them.
+    Raises: ValueError naming the file and what was found, if it is something else, cut short or damaged."""
     file, size = str(stream.name), os.path.getsize(stream.name)
-    if (ending := Path(file).suffix) in _ENDINGS:
-        raise ValueError(f"{file} is {_ENDINGS[ending]}")
+    if (ending := Path(file).suffix) in OTHER_ENDINGS:
+        raise ValueError(f"{file} is {OTHER_ENDINGS[ending]}")
     start = stream.read(64)
     length = int.from_bytes(start[:_LENGTH_BYTES], "little")
     for first_bytes, what in _FIRST_BYTES.items():  # a header of 640 bytes begins like a pickle
@@ -191,8 +179,8 @@ def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, of an index that lies beside the files. Raises: ValueError naming the index if it is no
-    such index, or names a file outside its folder."""
+    """Tensor name -> file name, of an index that lies beside the files. Raises: ValueError naming it if it is no such
+    index, or names a file outside its folder."""
     found = expect(read_json_object(index).get("weight_map"), dict, f"{index}: weight_map")
     for name, file in found.items():
         expect(file, str, f"{index}: the file of {name}")
@@ -209,7 +197,6 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 MAGIC = b"GGUF"
 GGUF_ENDING = ".gguf"
-_VERSIONS = (2, 3)
 _MOST_SETTINGS = 10_000
 _LONGEST_TEXT = 2**20
 _MOST_SIDES = 4
@@ -229,7 +216,7 @@ WHAT_IS_READ = f"{', '.join(PACKINGS)}, F16, BF16 and F32 are read"
 
 
 class _Cursor:
-    """Reads an open file from here on, and never past its end or the largest header."""
+    """Reads an open file, and never past its end or the largest header."""
 
     def __init__(self, stream: IO[bytes], size: int) -> None:
         self._stream, self.place = stream, 0
@@ -269,16 +256,9 @@ class _Cursor:
         return [self.number(_NUMBERS[inner]) for _ in range(count)]
 
 
-def read_model_header(file: Path) -> FileHeader:
-    """As read_header, and of a GGUF file by its first bytes. Raises: as read_open_header."""
-    refuse_no_file(file)
-    with open(file, "rb") as stream:
-        return read_open_header(stream)
-
-
 def read_open_header(stream: IO[bytes]) -> FileHeader:
-    """The header of an open file of a model, from its start; texts among a GGUF file's settings are its metadata.
-    Raises: as read_file_header; of a GGUF file also where it is one of several, or has a type that is not read."""
+    """Of an open file of a model, from its start; texts among a GGUF file's settings are its metadata. Raises: as
+    read_file_header; of a GGUF file also where it is one of several, or has a type that is not read."""
     file, size = Path(stream.name), os.path.getsize(stream.name)
     is_gguf = stream.read(len(MAGIC)) == MAGIC or file.suffix == GGUF_ENDING
     stream.seek(0)
@@ -319,8 +299,8 @@ def _read_gguf(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]
     """Settings, and tensors whose ends are those of types that are read, else their starts."""
     if cursor.take(4) != MAGIC:
         raise ValueError("it does not begin with GGUF")
-    if (version := cursor.number("I")) not in _VERSIONS:
-        raise ValueError(f"it is of version {version}, and {' and '.join(map(str, _VERSIONS))} are read")
+    if (version := cursor.number("I")) not in (2, 3):
+        raise ValueError(f"it is of version {version}, and 2 and 3 are read")
     num_tensors, num_settings = cursor.number("Q"), cursor.number("Q")
     if num_tensors > MOST_TENSORS or num_settings > _MOST_SETTINGS:
         raise ValueError(f"it promises {num_tensors} tensors and {num_settings} settings")

@@ -1,9 +1,4 @@
-"""A transformer read tensor by tensor onto the devices it will live on.
-
-A layer of a quantized file keeps its weight if it is to be quantized and the scheme can multiply with that type; others
-are dequantized. Number types are those of diffusers' from_pretrained: the requested one, but float32 for the modules in
-the class's _keep_in_fp32_modules (of Wan: time embedder, norms with weights, modulation tables).
-"""
+"""A transformer read tensor by tensor onto the devices it will live on."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class LayerStore(Protocol):
-    """Who takes layers away as soon as they are final; parallel/offload/weights.py's WeightOffload is one."""
+    """Who takes layers away as soon as they are final: WeightOffload of parallel/offload/weights.py."""
 
     def begin(self, model: torch.nn.Module, layers: Collection[str]) -> None: ...
     def finish(self, layer: str) -> None: ...
@@ -46,12 +41,25 @@ def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
 
 
 def make_unfilled_transformer(info: CheckpointInfo) -> torch.nn.Module:
-    """The transformer with its parameters on meta, and real buffers and tables on the CPU."""
+    """The transformer with its parameters on meta, and real buffers and tables on the CPU. Raises: ValueError if the
+    file's tensors are not exactly the model's."""
     if info.family.host is not None:
-        return _with_formats(info.family.host.make(is_empty=False), info)
-    # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
-    with parameters_on_meta():
-        return _with_formats(transformer_class(info.family).from_config(dict(info.config)), info)
+        model = info.family.host.make(is_empty=False)
+    else:  # buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor
+        with parameters_on_meta():
+            model = transformer_class(info.family).from_config(dict(info.config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if found := differences(shapes, info.tensors):
+        raise ValueError(f"{info.path} does not fit {info.family.title}: {described(found)}")
+    return _with_formats(model, info)
+
+
+def weight_types(model: torch.nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """From a tensor's fqn to its type, as diffusers' from_pretrained: dtype, but float32 in what the class names in
+    _keep_in_fp32_modules (of Wan: time embedder, norms with weights, modulation tables)."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    # diffusers' own test: a dotted part of the name, not a piece of text
+    return lambda name: dtype if kept.isdisjoint((name, *name.split("."))) else torch.float32
 
 
 def _with_formats(model: torch.nn.Module, info: CheckpointInfo) -> torch.nn.Module:
@@ -78,19 +86,12 @@ def load_transformer(
     is in place, before the next one is read.
 
     Args:
-        device_of: from a parameter's or buffer's fqn to its device.
-        dtype: of the weights, except those the class keeps in float32.
-        quantizer: converts layers, or takes them over as a file in 8 bits has them; with None such a file is
-            dequantized.
-        writer: is given every layer that was rounded, and not those that were in 8 bits already.
-        layer_store: gets every layer that is final, before the next one is read.
+        device_of: from a parameter's or buffer's fqn to its device.    dtype: of the weights; see weight_types.
+        quantizer: rounds layers, or takes them over where it can multiply with the file's type; others are dequantized.
+        writer: is given every layer that was rounded.    layer_store: gets every layer that is final.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     model = make_unfilled_transformer(info)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = differences(shapes, info.tensors)
-    if found:
-        raise ValueError(f"{info.path} does not fit {info.family.title}: {described(found)}")
     _Loader(model, info, device_of, dtype, quantizer, writer, layer_store).load()
     for name, buffer in list(model.named_buffers()):
         put_tensor(model, name, buffer.to(device_of(name)))
@@ -120,8 +121,6 @@ def load_through_cache(
 
 @dataclass
 class _Loader:
-    """Fills an empty model, tensor by tensor."""
-
     model: torch.nn.Module
     info: CheckpointInfo
     device_of: Callable[[str], torch.device]
@@ -132,7 +131,7 @@ class _Loader:
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
-        self._kept_in_float32 = set(getattr(self.model, "_keep_in_fp32_modules", None) or ())
+        self._dtype_of = weight_types(self.model, self.dtype)
         self._wanted = {n for n, m in self.model.named_modules() if quantizer is not None and quantizer.is_wanted(n, m)}
         self._scales = read_scales(self.info.tensors)
         self._waiting = Counter(name.rpartition(".")[0] for name in self.info.tensors)
@@ -158,7 +157,6 @@ class _Loader:
             _log.info(message, found, self.info.path, self._num_taken, self._num_dequantized)
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor where it belongs, or lay it by until its layer takes it over."""
         layer, _, leaf = name.rpartition(".")
         device, dtype = self.device_of(name), self._dtype_of(name)
         record = self.info.tensors[name]
@@ -177,7 +175,6 @@ class _Loader:
             put_tensor(self.model, name, tensor.to(device, dtype, copy=True))
 
     def _finish_layer_of(self, name: str) -> None:
-        """Convert the layer of a tensor that has been placed, if all of the layer is there now."""
         layer = name.rpartition(".")[0]
         self._waiting[layer] -= 1
         if self._waiting[layer]:
@@ -201,10 +198,6 @@ class _Loader:
         if self.quantizer is None or layer not in self._wanted:
             return False
         return is_kept(self.info.tensors[f"{layer}.weight"], self.quantizer.settings)
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
-        return self.dtype if self._kept_in_float32.isdisjoint((name, *name.split("."))) else torch.float32
 
 
 def find_owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

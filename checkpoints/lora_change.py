@@ -1,8 +1,7 @@
 """What a layer of a LoRA file changes of a weight, some rows at a time, and the best approximation of a lower rank.
 
-D, what a layer adds with the strength in it, is B A of LoRA, kron(W1, W2) of LoKr, and (W1a W1b) * (W2a W2b), value by
-value, of LoHa. With a magnitude m the weight W is needed, too: ComfyUI's dora_scale makes m (W + D) / |W| of it, row by
-row, PEFT's magnitude m (W + D) / |W + D|. OFT makes R^T W of each block of rows (patches/lora_linear.py).
+A layer adds D, with the strength in it (patches/lora_linear.py). With a magnitude m the weight W is needed, too:
+ComfyUI's dora_scale makes m (W + D) / |W| of it, row by row, PEFT's magnitude m (W + D) / |W + D|.
 
 No matrix [out, in] of more than _HELD numbers is made as a whole. Rows come from a function, which a randomized SVD
 (Halko, Martinsson, Tropp, arXiv 0909.4061) calls some ten times for each.
@@ -38,7 +37,6 @@ _HELD = 2**27  # numbers of a matrix that is held whole
 
 
 def title_of(layer: Mapping[str, object]) -> str:
-    """LoRA, DoRA, LoKr, DoKr, LoHa, LoHa with DoRA or OFT."""
     kind = kind_of(layer)
     if not needs_weight(layer) or kind == "oft":
         return TITLES[kind]
@@ -46,27 +44,24 @@ def title_of(layer: Mapping[str, object]) -> str:
 
 
 def needs_weight(layer: Mapping[str, object]) -> bool:
-    """Whether what it changes depends on the model's weight."""
     return any(kind in layer for kind in (DORA, MAGNITUDE, OFT))
 
 
 def added_rows(layer: Layer, start: int, end: int) -> Tensor:
-    """Rows of D of any kind but OFT; the strength is in the layer."""
+    """Rows of D of any kind but OFT."""
     if A in layer:
         return layer[B][start:end] @ layer[A]
     if "hada_w1_a" in layer:
         one, two = (layer[f"hada_w{n}_a"][start:end] @ layer[f"hada_w{n}_b"] for n in (1, 2))
         return one * two
-    first, second = (
-        layer["lokr_w1"],
-        layer["lokr_w2"] if "lokr_w2" in layer else layer["lokr_w2_a"] @ layer["lokr_w2_b"],
-    )
+    first = layer["lokr_w1"]
+    second = layer["lokr_w2"] if "lokr_w2" in layer else layer["lokr_w2_a"] @ layer["lokr_w2_b"]
     rows = torch.arange(start, end)
     return (first[rows // len(second)][:, :, None] * second[rows % len(second)][:, None, :]).flatten(1)
 
 
 def changed_rows(layer: Layer, weight: Rows, start: int, end: int) -> Tensor:
-    """Rows of what a layer makes of a weight, less the weight."""
+    """Rows of what a layer makes of a weight, less that."""
     if OFT in layer:
         size = layer[OFT].shape[1]
         low, high = start // size, -(-end // size)  # whole blocks
@@ -83,7 +78,7 @@ def changed_rows(layer: Layer, weight: Rows, start: int, end: int) -> Tensor:
 
 
 def cut_rank(down: Tensor, up: Tensor, rank: int, share: float = 1.0) -> tuple[Tensor, Tensor, Energy]:
-    """Of A [R, in] and B [out, R] the best of a lower rank (0 for any), and the squared norm before and after."""
+    """Of A [R, in] and B [out, R] the best of a lower rank (0: any), and the squared norm before and after."""
     q_up, r_up = torch.linalg.qr(up)
     q_down, r_down = torch.linalg.qr(down.mT)
     left, values, right = torch.linalg.svd(r_up @ r_down.mT, full_matrices=False)
@@ -113,7 +108,6 @@ def low_rank(rows: Rows, shape: tuple[int, int], rank: int, share: float = 1.0) 
 
 
 def spans_of(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Start and end of the rows of a matrix that are computed at a time."""
     step = max(_CHUNK // columns, 1)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -140,8 +134,8 @@ class Base:
     readers: Mapping[Path, WeightReader]
 
     def rows_of(self, layer: str, size: tuple[int, int]) -> tuple[Rows, tuple[int, int]]:
-        """Rows of the weight that a layer of this name changes, and its rows and columns. Raises: ValueError for a
-        layer that the model does not have, or has in another size."""
+        """Rows of the weight that a layer of this name changes, and its size. Raises: ValueError for a layer that is
+        not the model's, or of another size."""
         bare = layer
         for prefix in (ORIGINAL, KOHYA, DIFFUSERS, "lycoris_"):
             bare = bare.removeprefix(prefix)
@@ -182,8 +176,8 @@ def open_base(path: Path | None) -> Iterator[Base | None]:
 
 
 def model_records(path: Path) -> tuple[dict[str, TensorRecord], list[str]]:
-    """The tensors of a diffusion model by their names in the file, without its prefix, and others of the file. Raises:
-    ValueError for weights that are rounded to 8 bits or less."""
+    """The tensors of a diffusion model by their names without its prefix, and others of the file. Raises: ValueError
+    for weights that are rounded to 8 bits or less."""
     _, headers, records = read_tensor_records(path)
     if rounded := [record for record in records.values() if record.dtype not in FLOAT_TYPES]:
         raise ValueError(

@@ -30,19 +30,18 @@ _KOHYA = {A: "lora_down.weight", B: "lora_up.weight"}
 
 @dataclass(frozen=True)
 class Model:
-    """A family whose names a file has. stacks: what each layer is. variants: those of its sizes."""
+    """A family whose names a file has."""
 
     family: ModelFamily
     names: LayerNames
-    stacks: Mapping[str, Stack]
-    variants: Sequence[str]
+    stacks: Mapping[str, Stack]  # what each layer is
+    variants: Sequence[str]  # those of its sizes
 
     def original(self, layer: str) -> str:
         (name,) = originals_of(self.stacks[layer].members[:1], self.family.renames)
         return name
 
     def is_original(self, layer: str) -> bool:
-        """Whether the file calls it as the makers do."""
         return self.stacks[layer].original == self.original(layer)
 
 
@@ -66,8 +65,7 @@ def find_models(file: LoraFile, family: str = "") -> list[Model]:
 
 
 def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
-    """Kind, number type, rank, alpha, strength, size [out, in], and a Frobenius norm. norm: of what it adds before a
-    magnitude; of OFT, of R - 1 (checkpoints/lora_change.py)."""
+    """norm: Frobenius, of what it adds before a magnitude; of OFT, of R - 1 (patches/lora_linear.py)."""
     parts, whole, own = file.parts(layer), lora_start.with_strength(file.layer(layer)), file.names[layer]
     rank = next((len(parts[kind]) for kind in lora_start.RANKED if kind in parts), None)
     alpha = float(parts[ALPHA]) if ALPHA in parts else None
@@ -91,7 +89,7 @@ def describe_layer(file: LoraFile, layer: str) -> dict[str, Any]:
 
 
 def describe_loaders(file: LoraFile, model: Model) -> dict[str, str]:
-    """What ComfyUI 0.33.0 and diffusers 0.42.1 make of a file's layers, as far as is known from their names."""
+    """What ComfyUI 0.33.0 and diffusers 0.42.1 make of a file's layers, as far as their names tell."""
     family, unread = model.family, []
     for layer, stack in model.stacks.items():
         original, name = stack.original, stack.members[0]
@@ -160,7 +158,7 @@ def _renamed(file: LoraFile, named: Mapping[str, str], layout: FileLayout, dtype
         for kind, each in parts.items():
             new = f"{ORIGINAL}{named[layer]}.{kind}" if layer in named else ""
             name = _in_layout(new, layout) if new else own.get(kind, f"{layer}.{kind}")
-            yield name, each if kind == ALPHA else file.cast(each, own[kind], dtype)
+            yield name, file.cast(each, own[kind], dtype) if kind in own else each
         file.reader.release()
 
 
@@ -181,7 +179,6 @@ def _rewritten(file: LoraFile, model: Model, layout: LoraLayout, is_kohya: bool,
 
 
 def _in_layout(name: str, layout: FileLayout) -> str:
-    """A tensor's name in "kohya", of that in "original"."""
     part = lora_start.find_part(name) if layout == "kohya" else None
     if part is None:
         return name

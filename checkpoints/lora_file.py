@@ -11,21 +11,15 @@ As in ComfyUI 0.33.0 and diffusers 0.42.1; tests/unit/checkpoints/test_lora_read
 
 "original" has the makers' names with ComfyUI's prefix, DoRA's magnitude as `.dora_scale` [out, 1], and always an alpha,
 for without one the strength is 1. "diffusers" has `transformer.<fqn>...`, the magnitude as PEFT names it, and the
-strength in B. "both" has the strength in B, no alpha, and names that the two loaders share (`shared_lora_names`): of
-FLUX diffusers', with the magnitude as PEFT's and as ComfyUI's, of which each loader skips one; what ComfyUI does not
-find under them (`unread_lora`) is there twice. Of Wan the original.
+strength in B. "both" has the strength in B, no alpha, and names that the two loaders share: of FLUX diffusers', with
+both magnitudes, of which each loader skips one; what ComfyUI does not find (`unread_lora`) is there twice.
 
-Where the original stacks several diffusers layers (qkv), their LoRAs become one, block-diagonal:
+Where the original stacks several diffusers layers (qkv), their LoRAs become one: A stacked, B block-diagonal, and alpha
+times the number of them, as the rank is. Rows of a layer that was not trained are zeros; with DoRA that would need its
+weights and is refused. ComfyUI computes DoRA otherwise than PEFT: docs/internals/upstream_facts.md.
 
-    [B_q 0  ] [A_q]     with A stacked, B on the diagonal, and alpha times the number n of stacked LoRAs, for the
-    [0   B_v] [A_v]     rank is n times larger and the strength alpha / rank stays.
-
-A layer that was not trained has no columns in B and zeros in its rows; with DoRA that would need its weights and is
-refused. ComfyUI computes DoRA otherwise than PEFT and the paper: docs/internals/upstream_facts.md.
-
-LoKr, LoHa and OFT fit their layer's own rows, so those of q, k and v cannot be written as one. They have diffusers'
-names where ComfyUI maps these onto rows, else the makers'. The strength is in the first matrix, for ComfyUI reads alpha
-of LoKr only where a matrix is factorised, and that of OFT as a bound.
+LoKr, LoHa and OFT fit their layer's own rows, so those of q, k and v cannot be written as one. The strength is in the
+first matrix, for ComfyUI reads alpha of LoKr only where a matrix is factorised, and that of OFT as a bound.
 """
 
 from __future__ import annotations
@@ -50,7 +44,8 @@ TITLES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}  # by lo
 LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 OFT = "oft_blocks"
 FIRST = ("lokr_w1", "lokr_w1_a", "hada_w1_a")  # what the strength of LoKr and LoHa is multiplied into
-_KINDS = (A, B, ALPHA, DORA, MAGNITUDE)  # in the order of a file
+EXACT = (ALPHA, DORA, MAGNITUDE)  # one number rounded would change a whole layer or row
+_KINDS = (A, B, *EXACT)  # in the order of a file
 _ORIGINAL_PREFIX = "diffusion_model."
 _DIFFUSERS_PREFIX = "transformer."
 _COMFYUI_PREFIX = "lora_unet_"  # of original names with underscores; ComfyUI reads them in every model
@@ -62,8 +57,8 @@ _CLIP_LAYER = re.compile(rf"^{TEXT_ENCODERS}\.(?P<part>\w+)\.transformer\.(?P<na
 
 
 def check_lora_layout(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> None:
-    """Whether LoRAs of these linears (diffusers fqns) can be written in this layout; cheap, before training. Raises:
-    ValueError saying what would have to change."""
+    """Whether LoRAs of these linears (diffusers fqns) can be written in this layout. Raises: ValueError saying what
+    would have to change."""
     if layout == "original":
         check_original_layout(family, modules, dora)
     elif not family.renames:
@@ -91,15 +86,13 @@ def check_original_layout(family: ModelFamily, modules: Iterable[str], dora: boo
 
 
 def check_lycoris_layout(family: ModelFamily, modules: Sequence[str], layout: str, kind: str) -> None:
-    """Whether LoKr, LoHa or OFT of these linears (diffusers fqns) can be written in this layout. Raises: ValueError
-    saying what would have to change."""
+    """As check_lora_layout, of LoKr, LoHa or OFT."""
     if layout != "original":
         raise ValueError(
             f'lora_layout = "{layout}" is of plain LoRA, and lora.kind = "{kind}" is written for ComfyUI; '
             'choose "original"'
         )
-    unread = [name for name in modules if _lycoris_name(family, name) is None]
-    if unread:
+    if unread := [name for name in modules if _lycoris_name(family, name) is None]:
         raise ValueError(
             f"no loader finds {TITLES[kind]} of {unread[0]} ({len(unread)} such layers) of {family.title}, whose file "
             "has it beside others in one tensor; leave it out with lora.targets"
@@ -176,8 +169,7 @@ def make_lora_tensors(
         trained: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out], by diffusers fqn.
         for_comfyui: the same with DoRA's magnitudes restated for ComfyUI; the diffusers layout does not need it.
         alpha, rank: strength is alpha / rank in all layers, whatever their own ranks are.
-    Raises: ValueError for DoRA on a part of a stacked layer, or that no name has a place for; for a layer that is not
-        of this family.
+    Raises: ValueError for DoRA that cannot be written, and for a layer that is not of this family.
     """
     written: dict[str, torch.Tensor] = {}
     if layout == "original" or layout == "both" and family.shared_lora_names == "original":
@@ -256,7 +248,7 @@ def _original_layers(family: ModelFamily, layers: Mapping[str, Layer]) -> dict[s
 
 
 def swap_halves(layer: Layer, stack: Stack) -> Layer:
-    """Exchange the halves of dim 0 where the layouts differ in it; its own inverse."""
+    """Where the layouts differ in it; its own inverse."""
     if not stack.swap_halves:
         return layer
     return {kind: torch.cat(t.chunk(2)[::-1]) if kind in (B, DORA, MAGNITUDE) else t for kind, t in layer.items()}
@@ -292,7 +284,7 @@ def _lycoris_name(family: ModelFamily, module: str) -> str | None:
 
 
 def is_of_text(name: str) -> bool:
-    """Whether a layer or parameter of this fqn is of text encoders that are trained with a model."""
+    """Whether a layer or parameter of this fqn is of text encoders."""
     return name.startswith(f"{TEXT_ENCODERS}.")
 
 
@@ -301,8 +293,8 @@ def without_text(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def text_lora_for_comfyui(tensors: Mapping[str, torch.Tensor], strength: float) -> dict[str, torch.Tensor]:
-    """The LoRA of text encoders as files name it; {} without one. tensors: a LoRA's, "<linear>.lora_A.weight" [R, in]
-    and ".lora_B.weight" [out, R], by fqn. strength: alpha / rank of all layers."""
+    """The LoRA of text encoders as files name it; {} without one. tensors: as of make_lora_tensors. strength: alpha /
+    rank of all layers."""
     found = [match for name in tensors if (match := _CLIP_LAYER.match(name))]
     has_both = {match["part"] for match in found} == _CLIP_NUMBERS.keys()
     written: dict[str, torch.Tensor] = {}

@@ -1,9 +1,7 @@
 """An existing LoRA file, of any trainer, as the layers of one model: what training goes on from.
 
-Names are the makers' and diffusers', with the prefixes of both and of kohya, OneTrainer, LyCORIS and PEFT, where dots
-may be underscores. Of its own models ComfyUI is asked (HostModel.read_lora). What is not understood is refused by its
-name: a layer that was left out would be another LoRA. A LoRA of a layer that the makers stack (qkv) is cut into those
-of its members: all of A, their own rows of B, without ranks that are zero in these rows.
+What is not understood is refused by its name: a layer that was left out would be another LoRA. A LoRA of a layer that
+the makers stack (qkv) is cut into those of its members: all of A, their own rows of B, without ranks that are zero.
 
 Strength is alpha / rank, with use_rslora alpha / sqrt(rank). diffusers and SimpleTuner write it into the metadata alone
 (`lora_adapter_metadata`, PEFT's LoraConfig by component), PEFT into adapter_config.json; ComfyUI reads neither. kohya's
@@ -15,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ from ..families.naming import Stack, find_by_diffusers, find_by_original
 from ..families.spec import ModelFamily
 from ..system.files import expect, parse_json_object, read_json_object
 from .header import refuse_no_file
-from .lora_file import DORA, FIRST, LOHA, LOKR, MAGNITUDE, OFT, TITLES, A, B, Layer, is_of_text, swap_halves
+from .lora_file import DORA, EXACT, FIRST, LOHA, LOKR, MAGNITUDE, OFT, TITLES, A, B, Layer, is_of_text, swap_halves
 from .weight_file import open_weights
 
 _log = logging.getLogger(__name__)
@@ -38,7 +36,6 @@ _PAIRS = (
 )  # [R, in] and [out, R]
 RANKED = (A, "lokr_w2_b", "lokr_w1_b", "hada_w1_b")  # whose rows are the rank; the first that a layer has
 _OF_KIND = {"lora": (A, B), "lokr": LOKR, "loha": LOHA, "oft": (OFT,)}  # matrices, by lora.kind
-_EXTRAS = {"alpha", DORA, MAGNITUDE}  # what comes with the matrices
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SPELLINGS = {
     A: r"\.lora_A(\.default)?(\.weight)?|\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight",
@@ -64,10 +61,8 @@ Names = dict[str, str]  # of one layer's tensors in the file, by kind
 
 
 class Part(NamedTuple):
-    """What a tensor's name says: the layer, as the file calls it, and which of its tensors it is."""
-
-    layer: str
-    kind: str
+    layer: str  # as the file calls it
+    kind: str  # which of its tensors it is
 
 
 def find_part(name: str) -> Part | None:
@@ -77,16 +72,15 @@ def find_part(name: str) -> Part | None:
 
 
 def is_text_layer(name: str) -> bool:
-    """Whether a layer or tensor of a file is of a text encoder."""
+    """Of a file's layer or tensor."""
     return _TEXT.match(name) is not None
 
 
 def read_start(
     path: Path, family: ModelFamily, linears: Mapping[str, tuple[int, int]], *, trains_text: bool = False
 ) -> dict[str, Layer]:
-    """The layers of a LoRA file by fqn: A [R, in], B [out, R] with the strength in it, and of DoRA its magnitude.
-
-    Of LoKr and LoHa the factors, with the strength in the first, of OFT the blocks. All are float32.
+    """The layers of a LoRA file by fqn, float32: A [R, in], B [out, R] with the strength in it, and of DoRA its
+    magnitude; of LoKr and LoHa the factors, with the strength in the first, of OFT the blocks.
 
     Args:
         linears: out_features and in_features of each of the model's linears.
@@ -108,7 +102,7 @@ def read_start(
             f"{path} has {others[0]}, which is no tensor of a LoRA, DoRA, LoKr, LoHa or OFT of linear layers "
             f"({len(others)} of {len(tensors)} tensors); give another file"
         )
-    _refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - _EXTRAS})
+    _refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - {*EXACT}})
     strengths = read_strengths(path, metadata, tensors, names)
     tensors = {name: each.float() * strengths.get(name, 1) for name, each in tensors.items()}
     if family.host is not None:
@@ -132,8 +126,8 @@ def read_start(
 
 
 def group_parts(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], list[str]]:
-    """The names of each layer's tensors by the name of the layer in the file, and the names of no such tensor.
-    Diffusers' come first, for PEFT's magnitude is the trained one."""
+    """The names of each layer's tensors by its name in the file, and the names of no such tensor. Diffusers' come
+    first, for PEFT's magnitude is the trained one."""
     layers: dict[str, Names] = {}
     others = []
     for name in sorted(tensors, key=lambda name: not name.startswith("transformer.")):
@@ -151,7 +145,6 @@ def group_parts(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], l
 
 
 def _refuse_unsound(path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> None:
-    """Raises: ValueError naming the tensor, and what is wrong with it."""
     changes = False
     for layer, own in names.items():
         parts = {kind: tensors[name] for kind, name in own.items()}
@@ -166,70 +159,65 @@ def _refuse_unsound(path: Path, tensors: Mapping[str, Tensor], names: Mapping[st
 
 
 def refuse_unsound_layer(path: Path, layer: str, parts: Layer) -> None:
-    """Raises: as above, but for a layer that is all zero."""
-    numbers = {kind: each for kind, each in parts.items() if OFT not in parts or kind != "alpha"}
-    faults = (_fault_of_kinds(parts), *map(_fault_of_numbers, numbers, numbers.values()))
-    if fault := next(filter(None, faults), "") or _fault_of_shapes(parts):
+    """Raises: ValueError naming the tensor, and what is wrong with it."""
+    for fault in _faults(parts):
         raise ValueError(f"{path}: {layer} {fault}; give another file")
 
 
-def _fault_of_kinds(parts: Mapping[str, Tensor]) -> str:
+def _faults(parts: Layer) -> Iterator[str]:
+    """Each looks at what those before it have let pass."""
     titles = [TITLES[kind] for kind, own in _OF_KIND.items() if not parts.keys().isdisjoint(own)]
     if len(titles) > 1:
-        return f"has both a {' and a '.join(titles)}"
+        yield f"has both a {' and a '.join(titles)}"
     kind = kind_of(parts)
     if MAGNITUDE in parts and kind != "lora" or DORA in parts and kind == "oft":
-        return f"has a magnitude beside a {TITLES[kind]}, which is not trained here"
+        yield f"has a magnitude beside a {TITLES[kind]}, which is not trained here"
     missing = [other for pair in _PAIRS for one, other in (pair, pair[::-1]) if one in parts and other not in parts]
     if missing := missing or [each for each in LOHA if kind == "loha" and each not in parts]:
-        return f"lacks {missing[0]}, the other half of a pair"
+        yield f"lacks {missing[0]}, the other half of a pair"
     if kind == "oft" and "alpha" in parts and bool((parts["alpha"] > 0).any()):
-        return f"has an OFT with a constraint (alpha {parts['alpha'].tolist()}), which is not trained here"
+        yield f"has an OFT with a constraint (alpha {parts['alpha'].tolist()}), which is not trained here"
     for each in {"lokr": ("lokr_w1", "lokr_w2"), "lora": (A,)}.get(kind, ()):
         if (each in parts) == (f"{each}_a" in parts):
             both = f"both {each} and {each}_a" if each in parts else f"no {'lora_A and lora_B' if each == A else each}"
-            return f"has {', '.join(sorted(parts))}, and {both}"
-    return ""
+            yield f"has {', '.join(sorted(parts))}, and {both}"
+    for each, tensor in parts.items():
+        if (each, kind) != ("alpha", "oft") and (fault := _fault_of_numbers(each, tensor)):
+            yield f"has {each} of type {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {fault}"
+    shapes = {kind: list(tensor.shape) for kind, tensor in parts.items()}
+    if OFT in parts and (len(shapes[OFT]) != 3 or shapes[OFT][1] != shapes[OFT][2]):
+        yield f"has {OFT} {shapes[OFT]}, and square blocks are read"
+    for each, shape in shapes.items():
+        is_flat = len(shape) == 2 or len(shape) > 2 and each in (A, B) and all(side == 1 for side in shape[2:])
+        if each not in (*EXACT, OFT) and not is_flat:
+            what = "a convolution's" if len(shape) > 2 else "no matrix"
+            yield f"has {each} {shape}, which is {what}; linear layers are trained here"
+    for down, up in _PAIRS:
+        if down in shapes and shapes[down][0] != shapes[up][1]:
+            yield f"has {down} of rank {shapes[down][0]} and {up} of rank {shapes[up][1]}"
+    for each in (DORA, MAGNITUDE):
+        rows = layer_size(parts)[0]
+        if each in parts and not shapes[each][:1] == [rows] == [parts[each].numel()]:
+            yield f"has {each} {shapes[each]}, and not one number for each of its {rows} rows"
 
 
 def _fault_of_numbers(kind: str, tensor: Tensor) -> str:
-    what = f"has {kind} of type {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     is_number = kind == "alpha" and not tensor.is_complex() and tensor.dtype is not torch.bool
     if tensor.dtype not in _FLOATS and not is_number:
-        return f"{what}, and a LoRA's are floating-point numbers"
+        return "and a LoRA's are floating-point numbers"
     if not tensor.numel():
-        return f"{what}, which is empty"
+        return "which is empty"
     if kind == "alpha" and tensor.numel() > 1:
-        return f"{what}, which is not one number"
+        return "which is not one number"
     if not torch.isfinite(tensor.float()).all():
-        return f"{what}, which is not finite"
-    return f"{what}, which is 0 and takes the layer away" if kind == "alpha" and not float(tensor) else ""
-
-
-def _fault_of_shapes(parts: Layer) -> str:
-    shapes = {kind: list(tensor.shape) for kind, tensor in parts.items() if kind in (A, B, *LOKR, *LOHA)}
-    if OFT in parts and (parts[OFT].ndim != 3 or parts[OFT].shape[1] != parts[OFT].shape[2]):
-        return f"has {OFT} {list(parts[OFT].shape)}, and square blocks are read"
-    for kind, shape in shapes.items():
-        if len(shape) < 2 or len(shape) > 2 and (kind not in (A, B) or any(side > 1 for side in shape[2:])):
-            what = "a convolution's" if len(shape) > 2 else "no matrix"
-            return f"has {kind} {shape}, which is {what}; linear layers are trained here"
-    for down, up in _PAIRS:
-        if down in shapes and shapes[down][0] != shapes[up][1]:
-            return f"has {down} of rank {shapes[down][0]} and {up} of rank {shapes[up][1]}"
-    for kind in (DORA, MAGNITUDE):
-        shape = list(parts[kind].shape) if kind in parts else []
-        if shape and not shape[0] == layer_size(parts)[0] == parts[kind].numel():
-            return f"has {kind} {shape}, and not one number for each of its {layer_size(parts)[0]} rows"
-    return ""
+        return "which is not finite"
+    return "which is 0 and takes the layer away" if kind == "alpha" and not float(tensor) else ""
 
 
 # ---- the strength that metadata alone says
 
 
 class _Strength(NamedTuple):
-    """What metadata says of a layer."""
-
     alpha: float
     rank: int
     value: float
@@ -242,8 +230,8 @@ class _Strength(NamedTuple):
 def read_strengths(
     path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], names: Mapping[str, Names]
 ) -> dict[str, float]:
-    """What tensors are to be multiplied by, for metadata alone say so; of tensors shapes and alphas are looked at.
-    Raises: ValueError where the two do not agree, or nobody knows which was meant."""
+    """What tensors are to be multiplied by, for metadata alone say so. Raises: ValueError where tensors and metadata do
+    not agree, or nobody knows which was meant."""
     strengths = _strengths_of_layers(path, metadata, list(names))
     multiplied = {}
     for layer, own in names.items():
@@ -284,7 +272,6 @@ def _number(text: str | None) -> float:
 
 
 def _strengths_of_layers(file: Path, metadata: Mapping[str, str], layers: Sequence[str]) -> dict[str, _Strength]:
-    """What is said of each of a file's layers, by their names in the file; {} where nothing is."""
     model, beside = _PEFT_FILES
     source, found = f"{file}: {_METADATA}", {}
     if metadata.get(_METADATA):
@@ -319,8 +306,8 @@ def _strengths_of_layers(file: Path, metadata: Mapping[str, str], layers: Sequen
 
 
 def _peft_strength(source: str, values: Mapping[str, Any], module: str) -> _Strength:
-    """By the values of a LoraConfig or LoKrConfig. As PEFT, a pattern is the end of a layer's name, with "^" the whole
-    of it, and the first counts."""
+    """Of a LoraConfig or LoKrConfig. As in PEFT, a pattern is the end of a layer's name, with "^" the whole of it, and
+    the first counts."""
     found, parts = [], module.split(".")
     ends = {f"^{module}", *(".".join(parts[start:]) for start in range(len(parts)))}
     default = values.get("lora_alpha", values.get("alpha"))
@@ -380,7 +367,7 @@ def with_strength(layer: Layer) -> Layer:
 
 def place_layers(path: Path, named: Mapping[str, Layer], family: ModelFamily, names: LayerNames) -> dict[str, Layer]:
     """The model's linears that layers of a file change, with the strength in them. Raises: ValueError for a layer that
-    the model does not have, or that is there twice and not alike."""
+    is not the model's, or that is there twice and not alike."""
     layers: dict[str, Layer] = {}
     origin: dict[str, str] = {}
     for name, layer in named.items():
@@ -420,7 +407,7 @@ def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
 
 
 def layer_size(layer: Layer) -> tuple[int, int]:
-    """Rows and columns of the weight that a layer changes; OFT does not tell the columns, 0."""
+    """Rows and columns of the weight that a layer changes; of OFT the columns are not known, 0."""
     if OFT in layer:
         return layer[OFT].shape[0] * layer[OFT].shape[1], 0
     for down, up in ((A, B), ("hada_w1_b", "hada_w1_a")):

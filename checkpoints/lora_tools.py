@@ -1,14 +1,11 @@
 """Tools on LoRA files: layers are read and computed in float32 one at a time.
 
-    scale      the change of a weight times a number
-    merge      the sum over files of weight times change. Of LoRA: A stacked, B side by side, the rank a sum of ranks
-    resize     the best approximation of a lower rank (Eckart, Young 1936). Of LoRA by QR of B and A^T, and SVD of R x R
-    extract    the same of tuned - base, by a randomized SVD
-    convert    what lora_file.py writes of it (lora_convert.py)
+    scale, merge    sums of files times numbers. Of LoRA: A stacked, B side by side, the rank a sum of ranks
+    resize          the best approximation of a lower rank (Eckart, Young 1936). Of LoRA by QR and SVD of R x R
+    extract         the same of tuned - base, by a randomized SVD
 
-New factors have the strength in B, and an alpha that is their rank. What metadata say of rank, alpha and hashes goes. A
-sum or a lower rank of other kinds is a plain LoRA of what they change, which with magnitudes, and of OFT, depends on
-the model's weights. A convolution is a LoRA of its weight as a matrix [out, in * height * width].
+New factors have the strength in B, and an alpha that is their rank. A sum or a lower rank of other kinds is a plain
+LoRA of what they change. A convolution is a LoRA of its weight as a matrix [out, in * height * width].
 """
 
 from __future__ import annotations
@@ -27,25 +24,10 @@ from torch import Tensor
 from ..families.naming import find_by_diffusers, find_by_original
 from ..families.registry import FAMILIES
 from ..version import VERSION
-from . import lora_start
+from . import lora_change, lora_start
 from .header import TensorRecord
-from .lora_change import (
-    DIFFUSERS,
-    KOHYA,
-    ORIGINAL,
-    Base,
-    Energy,
-    Rows,
-    added_rows,
-    changed_rows,
-    cut_rank,
-    low_rank,
-    model_records,
-    needs_weight,
-    spans_of,
-    title_of,
-)
-from .lora_file import ALPHA, DORA, FIRST, MAGNITUDE, A, B, Layer
+from .lora_change import DIFFUSERS, KOHYA, ORIGINAL, Base, Energy, Rows, added_rows, needs_weight, title_of
+from .lora_file import ALPHA, EXACT, FIRST, A, B, Layer
 from .lora_start import Names, is_text_layer, layer_size
 from .weight_file import WeightReader, open_weights, read_rows, write_tensors
 
@@ -57,12 +39,10 @@ _STALE = re.compile(r"ss_network_(dim|alpha)|sshs_.*|modelspec\.hash.*|lora_adap
 
 @dataclass(frozen=True)
 class LoraFile:
-    """An open file. names: of each layer's tensors by kind, by the layer's name. strengths: see read_strengths."""
-
     path: Path
     reader: WeightReader
-    names: Mapping[str, Names]
-    strengths: Mapping[str, float]
+    names: Mapping[str, Names]  # of each layer's tensors by kind, by the layer's name
+    strengths: Mapping[str, float]  # see read_strengths
 
     def parts(self, layer: str) -> Layer:
         """Its tensors as they are, but A and B as matrices."""
@@ -76,31 +56,27 @@ class LoraFile:
 
     def cast(self, tensor: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
         """As the file's tensor of this name is, in another type or its own. Raises: ValueError for infinite numbers."""
-        wanted = self._wanted(self.reader.get_tensor(name).dtype, dtype)
+        part = lora_start.find_part(name)
+        assert part is not None
+        own = self.reader.get_tensor(name).dtype
+        wanted = torch.float32 if part.kind == ALPHA else self._wanted(own, None if part.kind in EXACT else dtype)
         if sides := self.reader.header.tensors[name].shape[2:]:  # of a convolution
             tensor = tensor.reshape(len(tensor), -1, *sides)
         return finite(tensor, wanted, f"{name} of {self.path}")
 
     def type_of(self, layer: str) -> torch.dtype:
         """Of its matrices."""
-        beside = (ALPHA, DORA, MAGNITUDE)
-        return self.reader.get_tensor(
-            next(name for kind, name in self.names[layer].items() if kind not in beside)
-        ).dtype
+        return self.reader.get_tensor(next(n for kind, n in self.names[layer].items() if kind not in EXACT)).dtype
 
     def with_parts(self, layer: str, parts: Layer, dtype: torch.dtype | None) -> Tensors:
         """A layer's tensors under their names, with others in them; an alpha only where the file has one."""
         own = self.names[layer]
         for kind, each in parts.items():
-            if kind == ALPHA and kind in own:
-                yield own[kind], finite(each.reshape(()), torch.float32, f"{own[kind]} of {self.path}")
-            elif kind in own:
+            if kind in own:
                 yield own[kind], self.cast(each, own[kind], dtype)
             elif kind != ALPHA:  # a plain LoRA of another kind
-                yield (
-                    f"{layer}.{kind}",
-                    finite(each, self._wanted(self.type_of(layer), dtype), f"{layer} of {self.path}"),
-                )
+                wanted = self._wanted(self.type_of(layer), dtype)
+                yield f"{layer}.{kind}", finite(each, wanted, f"{layer} of {self.path}")
 
     @staticmethod
     def _wanted(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -108,7 +84,7 @@ class LoraFile:
 
 
 def finite(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
-    """In that type. Raises: ValueError for infinite numbers."""
+    """Raises: ValueError for infinite numbers."""
     tensor = tensor.to(dtype)
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{what} would not be finite as {str(dtype).removeprefix('torch.')}; use --dtype float32")
@@ -117,7 +93,7 @@ def finite(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
 
 @contextmanager
 def open_lora(path: Path) -> Iterator[LoraFile]:
-    """Raises: ValueError naming the file, and the layer or tensor that is of no sound LoRA, DoRA, LoKr, LoHa or OFT."""
+    """Raises: ValueError naming the file, and the layer or tensor that is of no sound LoRA."""
     with open_weights(path) as reader:
         names, others = lora_start.group_parts(path, reader.keys())
         if others or not names:
@@ -147,14 +123,13 @@ def refuse_kinds(file: LoraFile, done: str) -> None:
 
 @dataclass
 class Result:
-    """Tensors that a tool makes as they are asked for, and what is known once all of them were. did: for the metadata.
-    ranks: by layer. energy: squared norms of what was cut, before and after."""
+    """Tensors that a tool makes as they are read, and what is known once all of them were."""
 
     tensors: Tensors
-    did: str
+    did: str  # for the metadata
     metadata: Mapping[str, str]
-    ranks: dict[str, int] = field(default_factory=dict)
-    energy: tuple[float, float] = (0.0, 0.0)
+    ranks: dict[str, int] = field(default_factory=dict)  # by layer
+    energy: tuple[float, float] = (0.0, 0.0)  # squared norms of what was cut, before and after
     left_out: list[str] = field(default_factory=list)
 
     def note(self, layer: str, rank: int, energy: tuple[float, float] = (0.0, 0.0)) -> None:
@@ -187,10 +162,8 @@ def write(result: Result, out: Path) -> None:
 
 @dataclass(frozen=True)
 class Combined:
-    """What is asked of a sum of files: a rank (0: none), a share of squared norms, a number type, a model's weights."""
-
-    rank: int = 0
-    share: float = 1.0
+    rank: int = 0  # 0: as it is
+    share: float = 1.0  # of squared norms
     dtype: torch.dtype | None = None
     base: Base | None = None
 
@@ -200,10 +173,9 @@ class Combined:
 
 
 def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
-    """The sum of files with weights, each layer cut to a rank or to the fewest that keep a share of its squared norm.
-
-    A layer has the names of the first file with it. One of a single file that is not cut keeps its kind and its
-    matrices; its alpha takes the weight, or else its first matrix.
+    """The sum of files with weights, each layer cut to a rank or to the fewest that keep a share of its squared norm,
+    under the names of the first file with it. One of a single file that is not cut keeps its kind; its alpha takes the
+    weight, or else its first matrix.
 
     Raises: ValueError for files of several models or layouts, and for a rank or a base that is needed and missing.
     """
@@ -225,12 +197,10 @@ def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
             else:
                 weighted = [(lora_start.with_strength(each), weight) for _, weight, each in having]
                 if is_plain:
-                    down, up = (
-                        torch.cat([each[A] for each, _ in weighted]),
-                        torch.cat([each[B] * weight for each, weight in weighted], dim=1),
-                    )
+                    down = torch.cat([each[A] for each, _ in weighted])
+                    up = torch.cat([each[B] * weight for each, weight in weighted], dim=1)
                     if asked.rank and asked.rank < len(down) or asked.share < 1:
-                        down, up, energy = cut_rank(down, up, asked.rank, asked.share)
+                        down, up, energy = lora_change.cut_rank(down, up, asked.rank, asked.share)
                 else:
                     down, up, energy = _cut_sum(layer, size, weighted, asked)
                 parts = {A: down, B: up, ALPHA: torch.tensor(float(len(down)))}
@@ -250,22 +220,29 @@ def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
 def _cut_sum(
     layer: str, size: tuple[int, int], weighted: Sequence[tuple[Layer, float]], asked: Combined
 ) -> tuple[Tensor, Tensor, Energy]:
-    """The best LoRA of the asked rank of a weighted sum of layers of any kind."""
+    """The best LoRA of this rank of a weighted sum of layers of any kind."""
     if asked.base is not None and any(needs_weight(each) for each, _ in weighted):
         weight, size = asked.base.rows_of(layer, size)
 
     def rows(start: int, end: int) -> Tensor:
         found = [
-            factor * (changed_rows(each, weight, start, end) if needs_weight(each) else added_rows(each, start, end))
+            factor
+            * (
+                lora_change.changed_rows(each, weight, start, end)
+                if needs_weight(each)
+                else added_rows(each, start, end)
+            )
             for each, factor in weighted
         ]
-        return torch.stack(found).sum(0)
+        if not torch.isfinite(total := torch.stack(found).sum(0)).all():
+            of = f" with {asked.base.path}, which has rows of zeros there or is another model" if asked.base else ""
+            raise ValueError(f"the change of {layer} is not finite{of}; give other files")
+        return total
 
-    return low_rank(rows, size, asked.rank, asked.share)
+    return lora_change.low_rank(rows, size, asked.rank, asked.share)
 
 
 def _sizes_of(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every layer. Raises: as combine."""
     sizes: dict[str, tuple[tuple[int, int], Path]] = {}
     prefixes = [{p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)} for file, _ in files]
     for (file, weight), own in zip(files, prefixes, strict=True):
@@ -295,7 +272,6 @@ def _sizes_of(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> dict[
 def _refuse_lacking(
     file: LoraFile, layer: str, names: Names, files: Sequence[tuple[LoraFile, float]], weight: float, asked: Combined
 ) -> None:
-    """Raises: ValueError for a rank or weights that this layer's kind needs, and that are not there."""
     is_added = asked.is_cut or sum(layer in each.names for each, _ in files) > 1
     if (title := title_of(names)) == "LoRA" or not is_added and (weight == 1 or not needs_weight(names)):
         return
@@ -311,13 +287,12 @@ def _refuse_lacking(
 
 
 def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloat16) -> Result:
-    """A model less another, layer by layer, at this rank. Layers that are alike are left out.
-
-    Base is rounded to tuned's number type first, so that a weight that was not trained gives zeros.
+    """A model less another, layer by layer, at this rank; layers that are alike are left out. Base is rounded to
+    tuned's number type first, so that a weight that was not trained gives zeros.
 
     Raises: ValueError for files that differ in names or shapes, and for rounded weights.
     """
-    (ours, outside), (theirs, _) = model_records(tuned), model_records(base)
+    (ours, outside), (theirs, _) = lora_change.model_records(tuned), lora_change.model_records(base)
     for name in ours | theirs:
         one, other = (list(of[name].shape) if name in of else "missing" for of in (ours, theirs))
         if one != other:
@@ -335,13 +310,13 @@ def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloa
             readers = {file: stack.enter_context(open_weights(file, is_model=True)) for file in files}
             for name, record in ours.items():
                 rows, columns = _less(readers, record, theirs[name]), math.prod(record.shape[1:])
-                if not any(bool(rows(*each).any()) for each in spans_of((*record.shape, 1)[0], columns)):
+                if not any(bool(rows(*each).any()) for each in lora_change.spans_of((*record.shape, 1)[0], columns)):
                     continue
                 if not _is_layer(name, record):
                     result.left_out.append(name)
                     continue
                 layer = (DIFFUSERS if is_diffusers else ORIGINAL) + name.removesuffix(".weight")
-                down, up, energy = low_rank(rows, (record.shape[0], columns), rank)
+                down, up, energy = lora_change.low_rank(rows, (record.shape[0], columns), rank)
                 result.note(layer, len(down), energy)
                 more = (1,) * (len(record.shape) - 2)
                 yield f"{layer}.{A}", finite(down.reshape(-1, *record.shape[1:]), dtype, f"{name} of {tuned}")
@@ -359,7 +334,7 @@ def _is_layer(name: str, record: TensorRecord) -> bool:
 
 
 def _less(readers: Mapping[Path, WeightReader], ours: TensorRecord, theirs: TensorRecord) -> Rows:
-    """Rows of a tensor less another, float32, as a matrix; they raise ValueError for numbers that are not finite."""
+    """As a matrix; ValueError for numbers that are not finite."""
 
     def rows(start: int, end: int) -> Tensor:
         mine, other = (

@@ -1,4 +1,4 @@
-"""A model's class in diffusers: made without weights, its shapes, its defaults, and how a file's tensors differ."""
+"""A model's class in diffusers: its shapes, its defaults, and how a file's tensors differ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def transformer_class(family: ModelFamily) -> Any:
 
 
 def expected_shapes(family: ModelFamily, config: Mapping[str, Any]) -> Shapes:
-    """Of every tensor of the model with this config."""
     return shapes_of_class(family.transformer_class, json.dumps(dict(config), sort_keys=True))
 
 
@@ -53,13 +52,8 @@ def shapes_of_class(class_name: str, config: str) -> Shapes:
 
 
 def refuse_absurd_sizes(file: Path, config: Mapping[str, Any]) -> None:
-    """Compare a config's sizes with bounds far above every published model, before a model is made from them.
-
-    A config decides how many layers are made and how large they are, so a damaged or hostile one takes all memory or
-    never ends. What is within the bounds is compared with the weights afterwards.
-
-    Raises: ValueError naming the file, the key and what is found, for a size no model has.
-    """
+    """Before a model is made: with a damaged or hostile config that takes all memory or never ends. Raises: ValueError
+    naming the file, the key and what is found, for a size that no model has."""
     for key, value in _numbers(config):
         most = next(most for ending, most in _BOUNDS if ending.search(key))
         if abs(value) > most:
@@ -82,8 +76,8 @@ def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def refuse_other_kinds(file: Path, class_name: str, config: Mapping[str, Any]) -> None:
-    """Compare a config's values with the defaults of the class of diffusers that is made with them. The class itself
-    takes a text for a list, and fails in the first step. Raises: ValueError naming the file and the key."""
+    """By the defaults of the class that is made with a config: it takes a text for a list, and fails in the first step.
+    Raises: ValueError naming the file and the key."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
@@ -129,7 +123,6 @@ def differences(expected: Shapes, tensors: Mapping[str, TensorRecord]) -> dict[s
 
 
 def described(found: Mapping[str, list[str]]) -> str:
-    """Differences as text."""
     return "; ".join(f"{len(names)} {kind}: {first(names)}" for kind, names in found.items())
 
 

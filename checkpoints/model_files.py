@@ -1,7 +1,4 @@
-"""Which files a path means: a model folder, a transformer folder, a single file, or one shard of several.
-
-And what a file of weights is that is no transformer we can train, as far as its names tell.
-"""
+"""Which files a path means, and what a file of weights is that is no transformer, as far as its names tell."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 
 from ..families.spec import Variant
 from ..system.files import expect, read_json_object
-from .header import FILE_ENDINGS, read_weight_map
+from .header import FILE_ENDINGS, OTHER_ENDINGS, read_weight_map
 
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?P<ending>\.\w+)$")
 _WEIGHTS = "diffusion_pytorch_model"
@@ -37,8 +34,6 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Source:
-    """What lies at a path: the weight files, and what their folder says about them."""
-
     path: Path
     files: tuple[Path, ...]
     folder: Path
@@ -64,7 +59,6 @@ def find_source(path: Path, wanted: Variant | None) -> Source:
 
 
 def _find_in_folder(path: Path, folder: Path) -> Source:
-    """A folder with weights and perhaps a config, perhaps inside a model folder."""
     config = _read_json(folder / "config.json")
     if "quantization_config" in config:
         settings = expect(config["quantization_config"], dict, f"{folder / 'config.json'}: quantization_config")
@@ -89,8 +83,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         return sets.pop()
     if sets:
         raise ValueError(f"{folder} holds {len(sets)} models: {first(file.name for file in found)}; name one of them")
-    others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")]
-    if others:
+    if others := [file.name for file in folder.iterdir() if file.suffix in OTHER_ENDINGS]:
         raise ValueError(
             f"{folder} holds {first(others)}, which is not read; only safetensors files are, and a .gguf file that is "
             "named itself"
@@ -102,7 +95,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _shards_of(file: Path) -> tuple[Path, ...]:
-    """All files of the set this one belongs to; itself if it belongs to none."""
+    """All of the set that this one belongs to; itself if it belongs to none."""
     match = _SHARD.match(file.name)
     if match is None or match["ending"] not in FILE_ENDINGS:
         return (file,)
@@ -113,8 +106,7 @@ def _shards_of(file: Path) -> tuple[Path, ...]:
 
 
 def _all_there(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"{folder} lacks {len(missing)} of the model's files: {first(missing)}; download them too")
     return tuple(folder / name for name in names)
 
@@ -135,8 +127,7 @@ def first(names: Iterable[str], most: int = 3) -> str:
 
 def refuse_lora(path: Path, names: Collection[str]) -> None:
     """Raises: ValueError if these are the tensors of a LoRA."""
-    found = [match for match in map(_LORA_NAME.search, names) if match]
-    if found:
+    if found := [match for match in map(_LORA_NAME.search, names) if match]:
         raise ValueError(
             f"{path} is a LoRA file: {len(found)} {found[0][2]} tensors; give the model it belongs to instead"
         )
@@ -145,7 +136,6 @@ def refuse_lora(path: Path, names: Collection[str]) -> None:
 def describe_other(names: Collection[str]) -> str:
     """What a file of no supported family is; "" if its names do not tell."""
     for what, pattern in _KINDS.items():
-        found = [name for name in names if re.search(pattern, name)]
-        if found:
+        if found := [name for name in names if re.search(pattern, name)]:
             return f"{what}: {len(found)} tensors such as {found[0]}"
     return ""

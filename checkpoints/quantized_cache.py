@@ -1,13 +1,8 @@
 """Quantized weights kept on disk, so that the next run reads half the bytes and rounds nothing.
 
-An entry is a safetensors file of the 8-bit weights that we rounded ourselves, with their scales; everything else is
-read from the checkpoint as ever. Loading through it gives the same bits as rounding again. A hash of all that decides
-its content is in its metadata, and part of it in its name, wherever the checkpoint lies.
-
-A cache must never cost a run: what fails about it is one line in the log, and the weights are rounded as if there were
-none. An entry takes its name when it is whole; of two runs that write the same one the last stays. Its header and the
-values of all scales are checked before it is used; single flipped bits among the weights are not looked for. What a
-killed run has left is removed by a later one, once nothing was added to it for an hour.
+An entry is a safetensors file of the weights that we rounded ourselves, with their scales; a hash of all that decides
+its content is in its metadata. What fails about the cache is one line in the log, and the weights are rounded as if
+there were none. Header and scales are checked before use; flipped bits among the weights are not looked for.
 """
 
 from __future__ import annotations
@@ -46,10 +41,8 @@ FOREIGN = (OSError, ValueError, KeyError)  # what reading a file raises that is 
 def open_cached(
     folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype
 ) -> CheckpointInfo | None:
-    """The same model with the records of its rounded weights pointing into the cache; None if that has no whole entry.
-
-    Reads samples of the checkpoint's files and the scales of the entry. Of a damaged entry one line in the log says so.
-    """
+    """The same model with the records of its rounded weights pointing into the cache; None if that has no whole
+    entry."""
     file, key = _file_and_key(folder, info, settings, dtype)
     if not file.exists():
         return None
@@ -76,7 +69,7 @@ def open_cached(
 def _file_and_key(
     folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype
 ) -> tuple[Path, str]:
-    """The entry's file, whose name a user can tell from others, and the whole key."""
+    """The entry's file and the whole key."""
     fingerprints = {file: file_fingerprint(file) for file in info.files}
     key = settings_fingerprint(
         {
@@ -94,14 +87,13 @@ def _file_and_key(
 
 
 def _described(record: TensorRecord, fingerprints: Mapping[Path, str]) -> Any:
-    """All of a record as plain values, with the file's content in the place of its name."""
     scale = None if record.scale is None else _described(record.scale, fingerprints)
     return [fingerprints[record.file], *astuple(replace(record, file=Path(), scale=None))[1:], scale]
 
 
 class QuantizedWriter:
-    """Writes an entry while a model is being quantized; as a context manager it commits, or abandons on an error. Host
-    memory holds one layer. After the first failure, which the log tells, it does nothing."""
+    """Writes an entry while a model is being quantized; as a context manager it commits, or abandons on an error. After
+    the first failure, which the log tells, it does nothing. What a killed run has left a later one removes."""
 
     def __init__(self, folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> None:
         self._file, self._key = _file_and_key(folder, info, settings, dtype)
@@ -139,11 +131,9 @@ class QuantizedWriter:
             self._try(require_room)
 
     def add(self, fqn: str, stored: Stored8) -> None:
-        """Write a rounded layer behind the others."""
         self._try(lambda: self._write({f"{fqn}.weight": stored.weight, f"{fqn}.weight_scale": stored.scale}))
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Run a step that may fail without anyone being harmed but the next run."""
         if self._is_off:
             return
         try:
@@ -153,7 +143,6 @@ class QuantizedWriter:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Remove what was written and not committed."""
         self._is_off = True
         with contextlib.suppress(OSError):
             if self._stream is not None:

@@ -9,8 +9,7 @@ W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the ten
     GGUF                          X.weight, in blocks with their scales (header.py); nothing else of X
 
 Files are often mixed: a float8 tensor that nothing announces is a plain cast. Scales of activations are not read.
-ComfyUI's int8 files may be rotated ("convrot") with other signs than ours. Other formats are refused by name, and a
-scale without its weight, of odd size, twice, or not positive by the tensor's: nothing is guessed.
+ComfyUI's int8 files may be rotated ("convrot") by another matrix than ours.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ _WHAT_WORKS = (
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """What a file says about one layer's weight."""
-
     name: str  # ComfyUI's, e.g. "float8_e4m3fn"
     convrot: int = 0  # block of ComfyUI's rotation, 0 for none
 
@@ -70,12 +67,8 @@ class LayerFormat:
 def read_formats(
     path: Path, records: Mapping[str, TensorRecord], metadata: Iterable[Mapping[str, str]]
 ) -> dict[str, LayerFormat]:
-    """What the headers' metadata and the comfy_quant tensors say, by the layer's name in records.
-
-    Metadata names a layer as the file does or without the prefix of its model; both are found.
-
-    Raises: ValueError for a note that is no JSON object with a format, or two notes that differ.
-    """
+    """What the headers' metadata, with or without the model's prefix, and the comfy_quant tensors say, by the layer's
+    name in records. Raises: ValueError for a note that is no JSON object with a format, or two notes that differ."""
     noted: list[dict[str, Any]] = []
     what = f"{path}: its {METADATA_KEY}"
     for said in (parse_json_object(each[METADATA_KEY], what) for each in metadata if METADATA_KEY in each):
@@ -106,8 +99,8 @@ def _parse_format(path: Path, layer: str, note: Any) -> LayerFormat:
 def pair_scales(
     path: Path, records: Mapping[str, TensorRecord], formats: Mapping[str, LayerFormat]
 ) -> dict[str, TensorRecord]:
-    """The model's own tensors, each 8-bit one with its scale and rotation; works on names, shapes and types. Raises:
-    ValueError naming the format, if it is not one that is read, or the tensor that does not fit."""
+    """The model's own tensors, each 8-bit one with its scale and rotation. Raises: ValueError naming the format, if it
+    is not one that is read, or the tensor that does not fit."""
     others = [f"in {found.name} ({layer})" for layer, found in formats.items() if found.name not in _STORED_TYPES]
     for what, pattern in _OTHER_FORMATS.items():
         if names := [name for name in records if re.search(pattern, name)]:
@@ -185,7 +178,6 @@ def file_format(record: TensorRecord) -> FileFormat | None:
 
 
 def is_kept(record: TensorRecord, settings: QuantizeSettings) -> bool:
-    """Whether a linear's weight stays as the file has it."""
     known = file_format(record)
     return known is not None and is_taken(known, settings)
 
@@ -194,12 +186,8 @@ def is_kept(record: TensorRecord, settings: QuantizeSettings) -> bool:
 
 
 def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
-    """The scale of every tensor that has one: float32, on the CPU, [N] or [1].
-
-    They are a few MB in all, so a bad one is found before the first weight is read.
-
-    Raises: ValueError naming a scale with a number that is not positive and finite.
-    """
+    """The scale of every tensor that has one: float32, on the CPU, [N] or [1]. Raises: ValueError naming a scale with a
+    number that is not positive and finite."""
     records = {name: record.scale for name, record in tensors.items() if record.scale is not None}
     scales = {name: scale.float().reshape(-1) for name, scale in read_records(records)}
     for name, scale in scales.items():
@@ -215,15 +203,8 @@ def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
 def dequantize(
     values: torch.Tensor, scale: torch.Tensor | None, record: TensorRecord, dtype: torch.dtype
 ) -> torch.Tensor:
-    """values * scale, rotated back, computed in float32 and rounded once, on the device of values.
-
-    Some rows at a time (quantization/stored.py).
-
-    Args:
-        values: 8-bit, of any shape, or packed rows.
-        scale: float32 [N] or [1] on the same device; None for 1.
-    Returns: of the record's shape, but for rows that were left out.
-    """
+    """restore (quantization/stored.py) of a record's values: 8-bit, of any shape, or packed rows. scale: float32 [N] or
+    [1]; None for 1. Returns: of the record's shape, but for rows that were left out."""
     flat = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
     block = record.convrot or record.rotation
     matrix = (make_convrot if record.convrot else make_rotation)(block).to(values.device) if block else None

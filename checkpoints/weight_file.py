@@ -1,8 +1,5 @@
-"""Weights in a safetensors or GGUF file, tensor by tensor, also where the file is larger than the machine's memory.
-
-A file is mapped into memory, which costs nothing and is as fast as the disk. The safetensors library asks for memory
-behind every page, which Linux refuses where the file (64 GB of FLUX.2) is larger than memory and swap.
-"""
+"""Weights in a safetensors or GGUF file, tensor by tensor, mapped: the safetensors library asks for memory behind every
+page, which Linux refuses where the file (64 GB of FLUX.2) is larger than memory and swap."""
 
 from __future__ import annotations
 
@@ -21,15 +18,7 @@ import torch
 
 from ..quantization.stored import PACKINGS, restore
 from ..system.files import write_atomically
-from .header import (
-    AGAIN,
-    FileHeader,
-    TensorEntry,
-    TensorRecord,
-    read_file_header,
-    read_open_header,
-    refuse_no_file,
-)
+from .header import AGAIN, FileHeader, TensorRecord, read_file_header, read_open_header, refuse_no_file
 
 _PIECE_BYTES = 2**24  # of a copy
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
@@ -55,8 +44,7 @@ TORCH_TYPES = {
 
 
 def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, on the CPU, each in memory of its own: the file may be written anew meanwhile.
-    Raises: ValueError naming the file if it is something else, cut short or damaged."""
+    """All tensors of a safetensors file, on the CPU, each in memory of its own. Raises: as open_weights."""
     if file.exists():  # else opening it says that it is not there
         refuse_no_file(file)
     tensors = {}
@@ -67,13 +55,13 @@ def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
             stream.seek(header.data_start + entry.start)
             if stream.readinto(content.numpy().data) < len(content):  # type: ignore[attr-defined]
                 raise ValueError(f"{file} ends inside {name}; {remedy}")
-            tensors[name] = _typed(header, name, entry, content)
+            tensors[name] = _typed(header, name, content)
     return tensors
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """An open file. Its tensors are views of the mapped file, or copies where it could be mapped for reading alone."""
+    """An open file. Its tensors are views of it, or copies where it could be mapped for reading alone."""
 
     header: FileHeader
     content: mmap.mmap
@@ -82,7 +70,7 @@ class WeightReader:
         return list(self.header.tensors)
 
     def release(self) -> None:
-        """Let go of memory that holds what was read. It is read anew when looked at, without what was written to it."""
+        """Let go of memory that holds what was read. It is read anew when looked at."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.content.madvise(mmap.MADV_DONTNEED)
 
@@ -92,22 +80,19 @@ class WeightReader:
     def get_tensor(self, name: str) -> torch.Tensor:
         """On the CPU; rows that nobody looks at are not read. What is packed in whole rows has a row of bytes each."""
         entry = self.header.tensors[name]
-        if entry.end == entry.start:
-            return _typed(self.header, name, entry, torch.empty(0, dtype=torch.uint8))
         start, count = self.header.data_start + entry.start, entry.end - entry.start
-        if memoryview(self.content).readonly:
+        if not count:
+            content = torch.empty(0, dtype=torch.uint8)
+        elif memoryview(self.content).readonly:
             content = torch.frombuffer(bytearray(self.content[start : start + count]), dtype=torch.uint8)
         else:
             content = torch.frombuffer(self.content, dtype=torch.uint8, count=count, offset=start)
-        return _typed(self.header, name, entry, content)
+        return _typed(self.header, name, content)
 
 
 def _mapped(stream: IO[bytes]) -> mmap.mmap:
-    """The file in memory. A page that somebody writes to becomes this process's own, and the file stays as it is.
-
-    Linux reserves no memory for pages that nobody writes to. A system that does so and has too little maps the file for
-    reading alone.
-    """
+    """A page that somebody writes to becomes this process's own, and the file stays as it is. Linux reserves no memory
+    for the others; a system that does so and has too little maps the file for reading alone."""
     try:
         if sys.platform != "linux":
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -119,8 +104,8 @@ def _mapped(stream: IO[bytes]) -> mmap.mmap:
 
 @contextmanager
 def open_weights(file: Path, *, is_model: bool = False) -> Iterator[WeightReader]:
-    """Open a safetensors file for reading onto the CPU; of a model also a GGUF file. Raises: ValueError naming the file
-    if it is something else, cut short or damaged; OSError if it cannot be opened."""
+    """A safetensors file; of a model also a GGUF file. Raises: ValueError naming it if it is something else, cut short
+    or damaged; OSError if it cannot be opened."""
     if file.exists():  # else opening it says that it is not there
         refuse_no_file(file)
     with open(file, "rb") as stream:
@@ -128,7 +113,8 @@ def open_weights(file: Path, *, is_model: bool = False) -> Iterator[WeightReader
         yield WeightReader(header, _mapped(stream))
 
 
-def _typed(header: FileHeader, name: str, entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
+def _typed(header: FileHeader, name: str, content: torch.Tensor) -> torch.Tensor:
+    entry = header.tensors[name]
     if entry.dtype not in TORCH_TYPES:
         raise ValueError(f"{name} of {header.file} has type {entry.dtype}, not one of {', '.join(TORCH_TYPES)}")
     if entry.packing == entry.dtype:
@@ -139,7 +125,6 @@ def _typed(header: FileHeader, name: str, entry: TensorEntry, content: torch.Ten
 
 
 def by_file(records: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
-    """The same records, file by file."""
     files: dict[Path, dict[str, TensorRecord]] = {}
     for name, record in records.items():
         files.setdefault(record.file, {})[name] = record
@@ -164,7 +149,7 @@ def _read(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
 
 
 def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) -> torch.Tensor:
-    """Rows start to end of a tensor, in the model's order; no others are read, but all pieces. [end - start, ...]"""
+    """Rows start to end, in the model's order; no others are read, but all pieces. [end - start, ...]"""
     if record.pieces:
         return _read(reader, record)[start:end]
     rows = reader.get_tensor(record.key)
@@ -208,12 +193,8 @@ def refuse_zeros(path: Path, records: Mapping[str, TensorRecord]) -> None:
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
-    """A safetensors file of tensors as they come, one in memory at a time, atomically.
-
-    Numbers (tensors without dimensions) lie in front. All are of types that TORCH_TYPES names, on the CPU.
-
-    Raises: OSError naming the file if the disk refuses; ValueError for a name that comes twice.
-    """
+    """A safetensors file of tensors on the CPU as they come, one in memory at a time, atomically; numbers lie in front.
+    Raises: OSError naming the file if the disk refuses; ValueError for a name that comes twice."""
     types = {dtype: name for name, dtype in TORCH_TYPES.items() if name not in PACKINGS}
     entries: dict[str, tuple[str, list[int], int, int]] = {}  # type, shape, and where it begins and how long it is
     numbers = bytearray()

@@ -18,7 +18,6 @@ from ..version import VERSION
 from .checked_job import JobPlan
 
 _log = logging.getLogger(__name__)
-_EXACT = (lora_file.ALPHA, lora_file.DORA, lora_file.MAGNITUDE)  # one number rounded would change a whole layer or row
 
 
 def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
@@ -33,7 +32,7 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
         tensors = text | lora_file.make_lora_tensors(
             plan.family, output.lora_layout, trained, for_comfyui, settings.alpha, settings.rank
         )
-    return {name: t if name.endswith(_EXACT) else t.to(dtype) for name, t in tensors.items()}
+    return {name: t if name.endswith(lora_file.EXACT) else t.to(dtype) for name, t in tensors.items()}
 
 
 def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: bool = False) -> Path:

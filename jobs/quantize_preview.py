@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
@@ -19,10 +18,9 @@ from ..quantization.quantize import (
     NOTHING_STORED,
     QUANTIZED,
     Groups,
-    Quantizer,
     QuantizeSettings,
     refusal,
-    stored_linear_bytes,
+    sort_modules,
     total_bytes,
 )
 from .resolve import Machine, find_machine
@@ -92,8 +90,7 @@ def preview_model(
     if settings and (reason := refusal(settings, used)):
         raise ValueError(reason)
     info = info or read_checkpoint(config.path, config.family, config.variant)
-    quantizer = Quantizer(info.family, settings) if settings else None
-    groups = _sort(make_empty_transformer(info), quantizer, getattr(torch, config.dtype).itemsize)
+    groups = sort_modules(make_empty_transformer(info), info.family, settings, getattr(torch, config.dtype).itemsize)
     if settings and settings.scheme == "stored" and not groups[QUANTIZED]:
         raise ValueError(NOTHING_STORED)
     weights = [info.tensors[f"{name}.weight"] for name in groups[QUANTIZED]]
@@ -104,19 +101,3 @@ def preview_model(
         num_stored=info.quantized_types,
         num_taken=sum(is_kept(record, settings) for record in weights) if settings else 0,
     )
-
-
-def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> Groups:
-    """Modules that hold parameters themselves by what happens to them; sizes in bytes. Works on meta tensors."""
-    found: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
-    for name, module in model.named_modules():
-        before = after = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
-        if not before:
-            continue
-        reason = KEPT if isinstance(module, nn.Linear) else NOT_LINEAR
-        if quantizer and quantizer.is_wanted(name, module):
-            assert isinstance(module, nn.Linear)
-            reason = QUANTIZED
-            after += stored_linear_bytes(module, quantizer.settings) - module.weight.numel() * element_size
-        found[reason][name] = before, after
-    return found

@@ -27,7 +27,7 @@ from ..parallel.devices import (
     total_bytes,
 )
 from ..parallel.staged_copies import exchange_speed, product_speed
-from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, auto_schemes, refusal
+from ..quantization.quantize import SCHEMES, QuantizeSettings, Scheme, auto_schemes, refusal
 from ..system.files import user_cache_folder, write_atomically
 
 # FLUX.2-dev at 1024², bf16, blocks recomputed, on an H200: 1.866 s a step, 0.85 s at the peak (docs/benchmarks.md).
@@ -207,7 +207,7 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
         if device.type == "cuda":
             cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
             free = min(free, cap - torch.cuda.memory_allocated(device))
-        refuses = frozenset(s for s in BEST_FIRST if refusal(QuantizeSettings(s), [device]))
+        refuses = frozenset(s for s in SCHEMES if refusal(QuantizeSettings(s), [device]))
         kind = kind_called(device_title(device))
         cards.append(Card(device, total, min(free, total), refuses=refuses, has_context=True, kind=kind))
     if not all(card.kind for card in cards):  # a published speed is on another scale, so all are measured
@@ -224,7 +224,7 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
 
 def able_schemes(cards: Sequence[Card], types: Mapping[str, int] | None = None) -> list[Scheme]:
     """Schemes that every card can do, the best first. types: of a file's quantized tensors; see auto_schemes."""
-    return auto_schemes(types or {}, [each for each in BEST_FIRST if all(each not in card.refuses for card in cards)])
+    return auto_schemes(types or {}, [each for each in SCHEMES if all(each not in card.refuses for card in cards)])
 
 
 # ---- measured

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..checkpoints.load import put_tensor
+from ..checkpoints.load import put_tensor, weight_types
 from ..config.job import LoraSettings
 from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
 from ..families.spec import ModelFamily, Variant
@@ -172,10 +172,9 @@ def _make_trainable(
         return renamed[block] + fqn.removeprefix(block) if block in renamed else fqn
 
     quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
-    in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # as loading does
+    dtype_of = weight_types(model, work.dtype)
     for name, parameter in list(model.named_parameters()):
-        dtype = work.dtype if in_float32.isdisjoint((name, *name.split("."))) else torch.float32
-        put_tensor(model, name, torch.empty(parameter.shape, dtype=dtype, device=META))
+        put_tensor(model, name, torch.empty(parameter.shape, dtype=dtype_of(name), device=META))
     for fqn, module in list(model.named_modules()):
         if quantizer and isinstance(module, nn.Linear) and quantizer.is_wanted(whole_name(fqn), module):
             # As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run.

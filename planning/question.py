@@ -20,7 +20,7 @@ from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import check_one_each, plan_manual, ratio
 from ..quantization.kernel_choice import device_kernels
-from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, refusal
+from ..quantization.quantize import SCHEMES, QuantizeSettings, Scheme, refusal
 from .cards import Card, able_schemes
 from .costs import ModelCosts
 from .dry_run import UNSEEN_CARD, Kernels, SampleText, Work
@@ -28,7 +28,7 @@ from .memory import Backend, Forecaster, Optimizer, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
 
 # What auto chooses from, in this order; where nobody plans, it takes the first. The others are by name only.
-SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)
+CANDIDATE_SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *SCHEMES)
 OPTIMIZERS = ("adamw", "adamw8bit")
 STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data", "tokens")
 OFFLOADS = (False, True)
@@ -50,7 +50,7 @@ def candidates(job: JobConfig, without: Collection[Strategy] = ()) -> Candidates
     is_compiled = job.train.compile != "off"  # blocks that meet others are not
     known = (each for each in STRATEGIES if not (each in without or is_compiled and shares_rows(each)))
     return Candidates(
-        SCHEMES if scheme is None else (scheme,),
+        CANDIDATE_SCHEMES if scheme is None else (scheme,),
         OPTIMIZERS if optimizer is None else (optimizer,),
         tuple(n for n in known if all(n in able for _, able in job.limits)) if strategy is None else (strategy,),
         OFFLOADS if offload is None else (offload == "on",),
@@ -248,7 +248,7 @@ class Question:
             able = self.able_schemes
             faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
             return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
-        for scheme, card in itertools.product(BEST_FIRST, self.cards):
+        for scheme, card in itertools.product(SCHEMES, self.cards):
             if scheme not in self.open.schemes or scheme not in card.refuses:
                 continue
             if card.has_context and (why := refusal(QuantizeSettings(scheme), [each.device for each in self.cards])):

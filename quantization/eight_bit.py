@@ -7,15 +7,12 @@ t, and rows of gy * s to h with scales u (s stands on the dim that grad_input co
     forward      y[m, n]  = t_m * s_n * sum_k a[m, k] q[n, k]  + bias_n
     grad_input   gx[m, k] = u_m * sum_n h[m, n] q[n, k]
 
-q has no gradient, and no activation is kept. A row of zeros gives zeros; one with an infinity or NaN gives NaN in that
-row alone. A weight that is only stored in few bits is made plain (stored.py) in the forward and again in the backward,
-a piece at a time, as is one where size or device rule 8 bits out.
+A row of zeros gives zeros; one with an infinity or NaN gives NaN in that row alone. A weight that is only stored in few
+bits is made plain (stored.py) a piece at a time, as is one where size or device rule 8 bits out.
 
 Rows of int8 may be rotated first, which spreads their outliers: x W^T = (x R) (W R)^T. R is block-diagonal with blocks
-of B = 16, 64 or 256: Hadamard matrices times 1 / sqrt(B), exact in every format, whose rows carry the signs of the
-Rudin-Shapiro sequence, or a mean would become an outlier. Weights are rotated once, x whenever it is rounded,
-grad_input back; gy is not rotated. CUDA's rules for shapes are asserted on every device. Formats, their noise, and what
-was not done: docs/decisions/0005-eight-bit-linears.md.
+of B = 16, 64 or 256. Weights are rotated once, x whenever it is rounded, grad_input back; gy is not rotated. CUDA's
+rules for shapes are asserted on every device. Why: docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations
@@ -50,12 +47,7 @@ _MAX_FAST_TERMS = 8192
 def quantize_rows(
     x: Tensor, dtype: torch.dtype, *, multiplier: Tensor | None = None, rotation: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round each row to 8 bits with a scale of its own, in plain torch; kernels.quantize_rows does it in one pass.
-
-    Args:
-        x: float. [M, K]    multiplier: per column, applied first. [K]    rotation: the same. [B, B]
-    Returns: values [M, K] and float32 scales [M, 1]; a row with an infinity or NaN has the scale NaN.
-    """
+    """kernels.quantize_rows in plain torch."""
     value = x.float()
     if multiplier is not None:
         value = value * multiplier
@@ -71,8 +63,7 @@ def quantize_rows(
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype, rotation: Tensor | None) -> tuple[Tensor, Tensor]:
-    """quantize_rows of some rows at a time, so that float32 copies take 128 MiB. Raises: ValueError for a weight that
-    is not finite."""
+    """quantize_rows of some rows at a time. Raises: ValueError for a weight that is not finite."""
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scale = torch.empty((weight.shape[0], 1), dtype=torch.float32, device=weight.device)
     height = max(1, _PIECE // 2 // max(1, weight.shape[1]))
@@ -91,8 +82,8 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, rotation: Tensor | None)
 
 
 def make_rotation(block: int) -> Tensor:
-    """Orthogonal matrix of Hadamard entries +-1 / sqrt(block), its rows signed by the Rudin-Shapiro sequence. [B, B]
-    Raises: ValueError for a block that is none of ROTATIONS."""
+    """Hadamard entries +-1 / sqrt(block), exact in every format, in rows that are signed by the Rudin-Shapiro sequence,
+    or a mean would become an outlier. [B, B] Raises: ValueError for a block that is none of ROTATIONS."""
     if block not in ROTATIONS:
         raise ValueError(f"rotation in blocks of {block} was requested; use one of {ROTATIONS}, or 0 for none")
     index = range(block)
@@ -101,13 +92,9 @@ def make_rotation(block: int) -> Tensor:
 
 
 def rotation_for(weight: Tensor, dtype: torch.dtype, block: int, *, is_comfys: bool = False) -> Tensor | None:
-    """make_rotation on a weight's device; None for block 0.
-
-    Args:
-        weight: [N, K]    dtype: that it is, or will be, stored in.
-        is_comfys: whether ComfyUI has rotated it, by another matrix.
-    Raises: ValueError for float8, and for blocks that do not divide K.
-    """
+    """make_rotation on a weight's [N, K] device; None for block 0. dtype: that it is, or will be, stored in. is_comfys:
+    whether ComfyUI has rotated it, by another matrix. Raises: ValueError for float8, and blocks that do not divide
+    K."""
     if not block:
         return None
     if is_comfys:
@@ -138,8 +125,7 @@ def linear8(
 
     Args:
         x: [M, K]    weight: 8-bit, row-major. [N, K]    scale: float32. [N, 1]    bias: [N]    rotation: [B, B]
-        packing: as the weight is stored (stored.py), to be multiplied in x's type; "" for products in 8 bits.
-    Returns: [M, N] in x's dtype.
+        packing: as the weight is stored, to be multiplied in x's type; "" for products in 8 bits.
     """
     height = _whole_multiple(_PIECE // x.shape[1])
     slices = [slice(start, start + height) for start in range(0, weight.shape[0], height)]
@@ -154,8 +140,8 @@ def linear8(
 
 
 def _whole_multiple(length: int) -> int:
-    """Of a piece's rows or columns, which are the result's columns: where these begin at other places than multiples of
-    16 bytes, CUDA's products take several times as long."""
+    """Of a piece's rows or columns, which are the result's columns: CUDA's products take several times as long where
+    these begin elsewhere."""
     return max(_MULTIPLE, length // _MULTIPLE * _MULTIPLE)
 
 
@@ -164,13 +150,7 @@ def _with_bias(pieces: Sequence[Tensor], bias: Tensor | None) -> Tensor:
 
 
 def grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | None, packing: str = "") -> Tensor:
-    """grad @ (weight * scale) in 8 bits where size and device allow, else plainly.
-
-    Args:
-        grad: [M, N]    weight: 8-bit, row-major. [N, K]    scale: float32. [N, 1]    rotation: [B, B]
-        packing: as in linear8.
-    Returns: [M, K] in grad's dtype.
-    """
+    """grad [M, N] @ (weight * scale), as linear8."""
     # By slices of weight's columns: each gives columns of the result, so no sum is split and rounded between.
     width = _whole_multiple(_PIECE // weight.shape[0])
     if packing:
@@ -198,13 +178,9 @@ def num_inputs(weight: Tensor, packing: str) -> int:
 
 
 def _fits(x: Tensor, weight: Tensor, *, terms: int) -> bool:
-    return (
-        x.shape[0] > MAX_PLAIN_ROWS
-        and weight.shape[0] % _MULTIPLE == 0
-        and weight.shape[1] % _MULTIPLE == 0
-        and x.dtype is not torch.float64
-        and (weight.dtype is not torch.int8 or terms <= MAX_INT8_TERMS)
-    )
+    is_whole = all(side % _MULTIPLE == 0 for side in weight.shape)
+    is_short = weight.dtype is not torch.int8 or terms <= MAX_INT8_TERMS
+    return x.shape[0] > MAX_PLAIN_ROWS and is_whole and is_short and x.dtype is not torch.float64
 
 
 def _quantize(
@@ -220,16 +196,9 @@ def _quantize(
 
 
 def _product(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    choice: KernelChoice,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, bias: Tensor | None, dtype: Any, choice: KernelChoice
 ) -> Tensor:
-    """(a @ b) * a_scale * b_scale.T + bias, with the forward's kernels. a: 8-bit. [M, I]    a_scale: [M, 1]    b:
-    8-bit, column-major. [I, J]    b_scale: ones if None. [J, 1] bias: [J]"""
+    """kernels.matmul, with the forward's kernels. b: column-major."""
     if choice.forward == "triton":
         return kernels.matmul(a, a_scale, b, dtype, b_scale=b_scale, bias=bias)
     if b_scale is None:
@@ -252,7 +221,6 @@ def _product(
 
 
 def _scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float8 product in dtype."""
     is_fast = b.shape[0] <= _MAX_FAST_TERMS
     out = torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
     return out.to(dtype)
@@ -284,11 +252,8 @@ _library = torch.library.Library("devicebridge", "FRAGMENT")  # torch forgets op
 
 
 def _make_op(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    """An operator that torch.compile takes as it is, without tracing into the choice of kernels. Registered once,
-    however often this file is imported.
-
-    Not by torch.library.custom_op: its Python around every call is for autograd, which never sees these operators.
-    """
+    """An operator that torch.compile takes as it is, registered once, however often this file is imported. Not by
+    torch.library.custom_op: its Python around every call is for autograd, which never sees these operators."""
     if not hasattr(torch.ops.devicebridge, name):
         schema = torch.library.infer_schema(compute, mutates_args=())
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -297,9 +262,9 @@ def _make_op(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tens
     return getattr(torch.ops.devicebridge, name).default
 
 
+def _fake_grad(grad: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    return grad.new_empty((grad.shape[0], num_inputs(weight, others[-1])))
+
+
 linear8_op = _make_op("linear8", linear8, lambda x, weight, *others: x.new_empty((x.shape[0], weight.shape[0])))
-grad_input8_op = _make_op(
-    "grad_input8",
-    grad_input8,
-    lambda grad, weight, *others: grad.new_empty((grad.shape[0], num_inputs(weight, others[-1]))),
-)
+grad_input8_op = _make_op("grad_input8", grad_input8, _fake_grad)

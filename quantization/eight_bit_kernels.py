@@ -4,7 +4,6 @@ Legend: M rows, I the contracted dim, J columns of a product [M, I] @ [I, J]; B 
 
 Every configuration that the tuner may pick adds the contracted dim in steps of BLOCK_I, so its choice changes no
 result. After each step `matmul` moves the sum to float32 registers: wgmma keeps about 14 bits while it adds up float8.
-Why there are two ways to grad_input: docs/decisions/0005-eight-bit-linears.md.
 
 Importing this file is safe without Triton and touches no device. On the CPU the kernels run in Triton's interpreter
 (TRITON_INTERPRET=1), which tests use. On meta they allocate as elsewhere and launch nothing, for forecasts of memory.
@@ -50,8 +49,8 @@ _ROW_CLASSES = (128, 1024)  # the tuner tells only these and more apart, so that
 
 
 def fault(device: torch.device) -> str:
-    """Why these kernels do not run on a device; "" if they do. The first call per device launches one. A launch,
-    because whether Triton finds its compiler and the card's driver is written nowhere."""
+    """Why these kernels do not run on a device; "" if they do. The first call per device launches one: whether Triton
+    finds its compiler and the card's driver is written nowhere."""
     if _MISSING:
         return _MISSING
     if Version(triton.__version__) < Version(OLDEST_TRITON):
@@ -123,7 +122,7 @@ def matmul(
     b_scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """(a @ b) * a_scale * b_scale + bias of two 8-bit matrices of one dtype; b may be row-major or column-major.
+    """(a @ b) * a_scale * b_scale + bias of two 8-bit matrices of one dtype.
 
     Args:
         a: contiguous. [M, I]    a_scale: float32. [M, 1]
@@ -166,8 +165,8 @@ def matmul(
 
 
 def rescale(sums: Tensor, a_scale: Tensor, out_dtype: torch.dtype, b_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """sums * a_scale * b_scale + bias in one pass over memory. sums: what a plain 8-bit matmul wrote, contiguous, int32
-    or float. [M, J] a_scale: float32. [M, 1]    b_scale, bias: J values each."""
+    """sums * a_scale * b_scale + bias in one pass. sums: what a plain 8-bit matmul wrote, contiguous. [M, J] a_scale:
+    float32. [M, 1]    b_scale, bias: J values each."""
     rows, columns = sums.shape
     out = torch.empty((rows, columns), dtype=out_dtype, device=sums.device)
     if sums.device.type == "meta":

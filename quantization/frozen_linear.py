@@ -1,4 +1,4 @@
-"""A frozen linear in few bits that passes gradients on; the arithmetic is in quantization/eight_bit.py."""
+"""A frozen linear in few bits that passes gradients on; the arithmetic is in eight_bit.py."""
 
 from __future__ import annotations
 
@@ -9,29 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .eight_bit import (
-    grad_input8,
-    grad_input8_op,
-    linear8,
-    linear8_op,
-    num_inputs,
-    quantize_weight,
-    rotation_for,
-)
+from .eight_bit import grad_input8, grad_input8_op, linear8, linear8_op, num_inputs, quantize_weight, rotation_for
 from .stored import ROWS, restore
 
 RoundingScheme = Literal["fp8", "int8", "fp8-compute", "int8-compute"]
 ROUNDED: Mapping[RoundingScheme, torch.dtype] = {
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
     "fp8-compute": torch.float8_e4m3fn,
     "int8-compute": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 _FULL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class _Linear8(torch.autograd.Function):
-    """linear8 with grad_input8 as its backward; keeps references to the frozen weight and no activation."""
+    """linear8 with grad_input8 as its backward; keeps no activation."""
 
     @staticmethod
     def forward(
@@ -54,9 +46,7 @@ class _Linear8(torch.autograd.Function):
 
 
 class FrozenLinear8(nn.Linear):
-    """A frozen linear in 8 bits, or as a file packs it: takes nn.Linear's place and passes gradients to its input.
-
-    It multiplies in 8 bits, or in x's type what is made plain anew for every product (packing).
+    """A frozen linear that multiplies in 8 bits, or in x's type what it makes plain for every product (packing).
 
     An nn.Linear by class, because PEFT, family patterns and hosts find linears that way. PEFT then attaches its plain
     LoRA layer, which takes device and dtype from weight.device and compute_dtype (from PEFT 0.19 on).
@@ -64,11 +54,10 @@ class FrozenLinear8(nn.Linear):
     The output is in x's dtype, under autocast in autocast's. `.to(dtype)` changes compute_dtype and bias alone.
 
     Args:
-        weight: 8-bit [N, K], or packed [N, bytes].    bias: taken over and frozen. [N]
-        scale: float32 buffer [N, 1], of a packed weight [N, 0].
+        weight, scale: as in Stored8.    bias: taken over and frozen. [N]
         compute_dtype: type of what is attached to the layer, a LoRA for one; products follow x.
-        rotation: float32 buffer, absent when nothing is rotated, so that a rotated state dict does not fit an unrotated
-            layer by accident. [B, B]
+        rotation: float32 buffer, absent when nothing is rotated, so that a rotated state dict fits no other layer.
+            [B, B]
         packing: how a weight that is multiplied plainly is stored (stored.py); "" for products in 8 bits.
     """
 
@@ -119,17 +108,17 @@ class FrozenLinear8(nn.Linear):
 
     @property
     def rotation_block(self) -> int:
-        """Width of the blocks the in dim is rotated in, 0 for none."""
+        """0 for none."""
         return 0 if self.rotation is None else self.rotation.shape[0]
 
     @property
     def W_q(self) -> Tensor:
-        """The stored weight under the name by which PEFT knows layers that it must dequantize (for DoRA's norms)."""
+        """The name by which PEFT knows layers that it must dequantize (for DoRA's norms)."""
         return self.weight
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
-        """The weight the layer computes with, in compute_dtype; the size of the whole unrounded weight. [N, K]"""
+        """The weight the layer computes with, in compute_dtype. [N, K]"""
         device = self.weight.device  # of a block that streams the weight may rest in host memory, and not the scale
         rotation = None if self.rotation is None else self.rotation.to(device)
         return restore(self.weight, self.scale.to(device), rotation, self.packing or ROWS, self.compute_dtype)
@@ -177,11 +166,8 @@ def is_autocasting(x: Tensor) -> bool:
 
 
 def refuse_merge(model: nn.Module) -> None:
-    """Make every LoRA layer around a FrozenLinear8 refuse merge(), in place.
-
-    PEFT adds a merged LoRA to the stored values as if they were the weight. For float8, and for int8 by default, torch
-    raises an error about types; with safe_merge=True int8 takes it and the model is silently wrong.
-    """
+    """Make every LoRA layer around a FrozenLinear8 refuse merge(), in place: PEFT would add the LoRA to the stored
+    values as if they were the weight, with safe_merge=True and int8 silently."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

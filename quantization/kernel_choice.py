@@ -23,7 +23,7 @@ class KernelChoice:
         forward: "vendor": row-wise _scaled_mm, or _int_mm and a rescaling pass; "unit": _scaled_mm without scales and a
             rescaling pass; "triton": one kernel; "dequantize": no 8-bit product.
         grad_input: "triton": one kernel that reads the weight as it lies; "transpose": the forward's product with one
-            transposed slice of the weight after another; "dequantize".
+            transposed slice of the weight after another.
         has_triton: whether rows are rounded, sums rescaled and slices transposed by our kernels.
     """
 
@@ -38,8 +38,7 @@ _used: ContextVar[DeviceKernels | None] = ContextVar("8-bit kernels of another d
 
 @contextmanager
 def using_kernels(of: DeviceKernels) -> Iterator[None]:
-    """Inside, in this thread, 8-bit products go as on the device of these kernels. On meta they allocate what that
-    device's would, so that a forecast can count it."""
+    """Inside, in this thread, 8-bit products go as on the device of these kernels, for forecasts on meta."""
     token = _used.set(of)
     try:
         yield
@@ -48,19 +47,17 @@ def using_kernels(of: DeviceKernels) -> Iterator[None]:
 
 
 def device_kernels(device: torch.device) -> DeviceKernels:
-    """What a device that exists here multiplies with."""
     return {dtype: choose_kernels(device, dtype) for dtype in kernels.LARGEST}
 
 
 def kernels_for(tensor: torch.Tensor, dtype: torch.dtype) -> KernelChoice:
-    """What a tensor is multiplied with by weights of an 8-bit type."""
     used = _used.get()
     return choose_kernels(tensor.device, dtype) if used is None else used[dtype]
 
 
 @cache
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelChoice:
-    """The fastest kernels for this 8-bit type that the device has; asks the device once."""
+    """The fastest that the device has."""
     if device.type in ("cpu", "lazy"):  # lazy: torch's name for CPU code run later; the cards of our tests use it
         # up to torch 2.11 at least, the CPU's float8 products know no row-wise scales
         return KernelChoice("vendor" if dtype is torch.int8 else "unit", "transpose")
@@ -79,7 +76,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelChoice:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether values can be rounded to float8 and read again; torch lists no such thing, and MPS for one could not."""
+    """Whether values can be rounded to float8 and read again; MPS for one could not."""
     if device.type in ("cuda", "lazy", "meta"):
         return True
     try:

@@ -1,12 +1,8 @@
 """8-bit weights for the frozen linears of a model that trains a LoRA: one entry for every scheme.
 
-    fp8, int8                    stored in 8 bits, multiplied in full precision (stored.py)
-    fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
-    stored                       as the file has each layer, GGUF among them; multiplied in full precision (stored.py)
-
-In full precision stay what the family names in keep_full_precision, and every module that is no nn.Linear; with stored
-what the file has so, and what is outside the blocks. A loader hands over each layer as it arrives, so that one at a
-time is in full precision. Nothing can be undone.
+fp8, int8                    stored in 8 bits, multiplied in full precision (stored.py)
+fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
+stored                       as the file has each layer of the blocks; multiplied in full precision (stored.py)
 """
 
 from __future__ import annotations
@@ -29,10 +25,7 @@ from .stored import PACKINGS, ROWS, has_finite_scales
 _log = logging.getLogger(__name__)
 
 Scheme = Literal["fp8", "int8", "fp8-compute", "int8-compute", "stored"]
-SCHEMES: tuple[Scheme, ...] = tuple(ROUNDED)  # that round
-
-# Those that round, the fastest first; the last works wherever torch does.
-BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
+SCHEMES: tuple[Scheme, ...] = tuple(ROUNDED)  # that round, the fastest first; the last works wherever torch does
 # How a scheme rounds, where that is not as it was at first: raise it when the same weights get other bits.
 ROUNDINGS: Mapping[str, int] = {"fp8": 2, "int8": 2}  # torchao was the first
 QUANTIZED = "quantized"
@@ -48,8 +41,8 @@ _NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 @dataclass(frozen=True)
 class QuantizeSettings:
-    """How frozen linears are stored. rotation: for int8-compute: widest block that rows are rotated in (eight_bit.py);
-    a layer takes the widest that is no wider and divides its in_features. 0 for none."""
+    """How frozen linears are stored. rotation: of int8-compute, the widest block (eight_bit.py); a layer takes the
+    widest that divides its in_features. 0 for none."""
 
     scheme: Scheme
     rotation: int = 64
@@ -62,13 +55,11 @@ class QuantizeSettings:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of what is rounded."""
         assert self.scheme != "stored"
         return ROUNDED[self.scheme]
 
     @property
     def is_compute(self) -> bool:
-        """Whether products are computed in 8 bits, not only weights stored."""
         return self.scheme.endswith("-compute")
 
     def rotation_of(self, in_features: int) -> int:
@@ -80,20 +71,13 @@ class QuantizeSettings:
 
 @dataclass(frozen=True)
 class Stored8:
-    """A linear's weight as files hold it: W = weight * scale, its columns rotated back in blocks; or packed.
+    """A linear's weight as files hold it: W = weight * scale, its columns rotated back in blocks; or packed."""
 
-    Args:
-        weight: 8-bit [N, K], or packed [N, bytes] (stored.py).    scale: float32, on the same device. [N, 1]; [N, 0]
-        rotation: block of the rotation (eight_bit.py) that the weight was rounded after, 0 for none.
-        is_comfys: whether that rotation is ComfyUI's.
-        packing: of stored.PACKINGS, or ROWS.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    rotation: int = 0
-    is_comfys: bool = False
-    packing: str = ROWS
+    weight: Tensor  # 8-bit [N, K], or packed [N, bytes]
+    scale: Tensor  # float32, on the same device. [N, 1]; of a packed weight [N, 0]
+    rotation: int = 0  # block of the rotation (eight_bit.py) that the weight was rounded after, 0 for none
+    is_comfys: bool = False  # whether that rotation is ComfyUI's
+    packing: str = ROWS  # of stored.PACKINGS, or ROWS
 
 
 @dataclass(frozen=True)
@@ -107,7 +91,7 @@ class FileFormat:
 
 
 class Quantizer:
-    """Converts linears one at a time, as a loader hands them over."""
+    """Converts linears one at a time, as a loader hands them over. Nothing can be undone."""
 
     def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
         self.settings = settings
@@ -116,14 +100,11 @@ class Quantizer:
         self._num_taken = self._num_unrotated = 0
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
-        """Whether a module is one to quantize: a linear that the family does not keep, or that the file has so."""
         return _treatment(fqn, module, self._family, self.settings) == QUANTIZED
 
     def finish(self, fqn: str, module: nn.Module) -> nn.Module:
-        """Round a module whose tensors have their final values and places; returns it, or what takes its place. Raises:
-        ValueError for weights that are not finite."""
-        if not self.is_wanted(fqn, module):
-            return module
+        """Round a module that is wanted, and whose tensors have their final values and places; returns what takes its
+        place. Raises: ValueError for weights that are not finite."""
         assert isinstance(module, nn.Linear)
         self._bytes_before[fqn] = _num_bytes(module)
         block = self.settings.rotation_of(module.in_features)
@@ -131,13 +112,11 @@ class Quantizer:
         return done.train(module.training)
 
     def take(self, fqn: str, module: nn.Linear, stored: Stored8, dtype: torch.dtype) -> nn.Module:
-        """Use a weight that is in 8 bits already; returns what takes the module's place.
+        """Use a weight that is in 8 bits already, without a copy; returns what takes the module's place.
 
         Args:
-            module: its bias is in place and stays; its weight is not read and may be on meta.
-            stored: on the layer's device, taken over without a copy.
-            dtype: that the layer computes in, and that the weight would have in full precision.
-        Raises: ValueError for a rotated weight that fp8-compute cannot multiply with, or one that is not finite.
+            module: its bias stays; its weight is not read and may be on meta.    dtype: that the layer computes in.
+        Raises: ValueError for a rotated weight that the scheme cannot multiply with, or one that is not finite.
         """
         scheme, kind = self.settings.scheme, stored.weight.dtype
         assert self.is_wanted(fqn, module) and (scheme == "stored" or kind is self.settings.stored_dtype), (fqn, kind)
@@ -163,13 +142,12 @@ class Quantizer:
         return Stored8(module.weight.detach(), module.scale, module.rotation_block)
 
     def close(self, model: nn.Module) -> QuantizeReport:
-        """Report on the whole model. Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a
-        layer was left out."""
+        """Report on the whole model. Raises: ValueError if the family leaves nothing to quantize."""
         groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
         for name, module in model.named_modules():
             if after := _num_bytes(module):
                 reason = _treatment(name, module, self._family, self.settings)
-                groups[reason][name] = self._bytes_before.get(name, 0) if reason == QUANTIZED else after, after
+                groups[reason][name] = self._bytes_before[name] if reason == QUANTIZED else after, after
         if not groups[QUANTIZED] and self.settings.scheme == "stored":
             raise ValueError(NOTHING_STORED)
         if not groups[QUANTIZED]:
@@ -177,9 +155,6 @@ class Quantizer:
                 f"{self.settings.scheme} was requested, but {self._family.title} keeps every linear of this "
                 f'{type(model).__name__} in full precision; use quantize = "none"'
             )
-        missed = [name for name in groups[QUANTIZED] if name not in self._bytes_before]
-        if missed:
-            raise RuntimeError(f"{len(missed)} layers were never quantized, {missed[0]} first; load the model again")
         report = QuantizeReport(self.settings.scheme, groups, self._num_taken, self._num_unrotated)
         _log.info("%s", report.summary())
         return report
@@ -199,12 +174,8 @@ def _refuse_unsound(fqn: str, stored: Stored8) -> None:
 
 
 def auto_schemes(types: Mapping[str, int], able: Sequence[Scheme]) -> list[Scheme]:
-    """What "auto" chooses from beside full precision, the best first: where it can, what rounds nothing again.
-
-    Args:
-        types: how many tensors of the model's file are quantized, by type (CheckpointInfo.quantized_types).
-        able: what devices and packages can do, of BEST_FIRST, in its order.
-    """
+    """What "auto" chooses from beside full precision, the best first: where it can, what rounds nothing again. types:
+    how many tensors of the model's file are quantized, by type. able: what devices can do, of SCHEMES, in its order."""
     if not types:
         return list(able)
     most = max(types, key=types.__getitem__)
@@ -219,9 +190,8 @@ def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
     """Why one of these devices cannot compute in the scheme, and which scheme would work on all; "" if they can."""
     devices = tuple(devices)
     for device in devices:
-        fault = _device_fault(settings.scheme, device)
-        if fault:
-            others = [s for s in BEST_FIRST if not any(_device_fault(s, each) for each in devices)]
+        if fault := _device_fault(settings.scheme, device):
+            others = [s for s in SCHEMES if not any(_device_fault(s, each) for each in devices)]
             kind = "" if others[0].endswith("-compute") else ", which only stores in 8 bits,"
             return f"{settings.scheme} was requested, but {fault} ({device}); use {others[0]}{kind} instead"
     return ""
@@ -233,27 +203,39 @@ def _device_fault(scheme: Scheme, device: torch.device) -> str:
     return "" if scheme != "fp8" or kernel_choice.has_float8(device) else "there is no float8 to convert to and from"
 
 
+Groups = Mapping[str, Mapping[str, tuple[int, int]]]  # bytes before and after, by what was done and a module's fqn
+
+
+def sort_modules(model: nn.Module, family: ModelFamily, settings: QuantizeSettings | None, element_size: int) -> Groups:
+    """Modules with weights of their own by what will be done: QUANTIZED, KEPT and NOT_LINEAR, also where that is empty.
+    Works on meta tensors, of element_size each."""
+    groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
+    for name, module in model.named_modules():
+        if not (size := sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size):
+            continue
+        reason, after = _treatment(name, module, family, settings), size
+        if settings is not None and reason == QUANTIZED:
+            assert isinstance(module, nn.Linear)
+            after += stored_linear_bytes(module, settings) - module.weight.numel() * element_size
+        groups[reason][name] = size, after
+    return groups
+
+
 def stored_bytes(
     model: nn.Module, family: ModelFamily, blocks: Sequence[str], element_size: int, settings: QuantizeSettings
 ) -> tuple[list[int], int]:
-    """Bytes of each block and of everything else once quantized, element_size for what stays. Works on meta tensors."""
-    sizes = dict.fromkeys(blocks, 0)
-    rest = 0
-    for name, module in model.named_modules():
-        size = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
-        if size and _treatment(name, module, family, settings) == QUANTIZED:
-            assert isinstance(module, nn.Linear)
-            size += stored_linear_bytes(module, settings) - module.weight.numel() * element_size
-        block = ".".join(name.split(".")[:2])
-        if block in sizes:
-            sizes[block] += size
-        else:
-            rest += size
+    """Bytes of each block and of everything else once quantized; as sort_modules."""
+    sizes = {**dict.fromkeys(blocks, 0), "": 0}
+    for group in sort_modules(model, family, settings, element_size).values():
+        for name, (_, after) in group.items():
+            block = ".".join(name.split(".")[:2])
+            sizes[block if block in sizes else ""] += after
+    rest = sizes.pop("")
     return list(sizes.values()), rest
 
 
 def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
-    """Bytes of a linear's weight once quantized: its numbers, its scales, what else the scheme keeps."""
+    """Bytes of a linear's weight once quantized: its numbers, scales and rotation."""
     stored = empty_stored(linear, settings)
     return stored.weight.nbytes + stored.scale.nbytes + 4 * stored.rotation**2
 
@@ -284,9 +266,9 @@ def full_weight(linear: nn.Module) -> Tensor:
     return linear.dequantize() if isinstance(linear, FrozenLinear8) else linear.weight  # type: ignore[return-value]
 
 
-def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> str:
-    if not isinstance(module, nn.Linear):
-        return NOT_LINEAR
+def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings | None) -> str:
+    if settings is None or not isinstance(module, nn.Linear):
+        return KEPT if isinstance(module, nn.Linear) else NOT_LINEAR
     if settings.scheme == "stored":
         is_inside = any(fqn.startswith(f"{each.name}.") for each in family.block_lists)
         is_stored = isinstance(module, FrozenLinear8) or hasattr(module, "file_format")
@@ -305,9 +287,6 @@ def _num_bytes(module: nn.Module) -> int:
 # ---- what was done
 
 
-Groups = Mapping[str, Mapping[str, tuple[int, int]]]  # bytes before and after, by what was done and a module's fqn
-
-
 def total_bytes(groups: Groups) -> tuple[int, int]:
     """Before and after."""
     sizes = [each for group in groups.values() for each in group.values()]
@@ -316,25 +295,19 @@ def total_bytes(groups: Groups) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What was done to modules with weights of their own: QUANTIZED, KEPT and NOT_LINEAR, also where that is empty.
-
-    Args:
-        scheme: one of quantize.SCHEMES.
-        num_taken: quantized layers that a file, or the cache of an earlier run, held in 8 bits already.
-        num_unrotated: those of them that are not rotated although the scheme would have, had it rounded them.
-    """
+    """What was done to modules with weights of their own: QUANTIZED, KEPT and NOT_LINEAR, also where that is empty."""
 
     scheme: str
     groups: Groups
-    num_taken: int = 0
-    num_unrotated: int = 0
+    num_taken: int = 0  # quantized layers that a file, or the cache of an earlier run, held in 8 bits already
+    num_unrotated: int = 0  # those of them that the scheme would have rotated, had it rounded them
 
     @property
     def num_quantized(self) -> int:
         return len(self.groups[QUANTIZED])
 
     def summary(self) -> str:
-        """One line for a log or a node, sizes in decimal GB."""
+        """One line, sizes in decimal GB."""
         skipped = ", ".join(f"{len(group)} {reason}" for reason, group in self.groups.items() if reason != QUANTIZED)
         taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
         unrotated = f"; {self.num_unrotated} are not rotated, as their file has them" if self.num_unrotated else ""

@@ -1,9 +1,7 @@
 """Weights as files hold them in few bits, made plain again a piece at a time: what a frozen layer and a loader share.
 
-Three kinds: a number in 8 bits per weight with a scale per row; the same, its columns rotated in blocks; blocks of GGUF
-("packed", uint8 [N, K / values * num_bytes]), each a run of weights of one row with its own scales. All arithmetic is
-float32, rounded once, so that a layer has the bits of a model that was made plain while loading. The layouts of a block
-are those of ggml-common.h (MIT), its formulas those of ggml-quants.c.
+"Packed" are blocks of GGUF, uint8 [N, K / values * num_bytes], each a run of weights of one row with its own scales, as
+in ggml-common.h and ggml-quants.c (MIT). Arithmetic is float32 and rounded once: a layer has the bits of a plain model.
 """
 
 from __future__ import annotations
@@ -20,22 +18,16 @@ _PIECE = 2**24  # weights in float32 at a time: 64 MiB, and as much again for wh
 
 @dataclass(frozen=True)
 class Packing:
-    """How GGUF packs weights.
+    """How GGUF packs weights."""
 
-    Args:
-        values: of a block, all of one row. num_bytes: of a block.
-        halves: where its float16 scales begin.
-        unpack: blocks [B, num_bytes], and [B, values] of any type that it writes the weights to. The last operation
-            computes in float32 and rounds to that type: on a card each pass over the weights counts.
-    """
-
-    values: int
-    num_bytes: int
-    halves: tuple[int, ...]
+    values: int  # of a block
+    num_bytes: int  # of a block
+    halves: tuple[int, ...]  # where its float16 scales begin
+    # Blocks [B, num_bytes], and [B, values] of any type that it writes the weights to. The last operation computes in
+    # float32 and rounds to that type: on a card each pass over the weights counts.
     unpack: Callable[[Tensor, Tensor], object]
 
     def row_bytes(self, width: int) -> int:
-        """Of a row of so many weights, which are whole blocks."""
         assert width % self.values == 0, (width, self.values)
         return width // self.values * self.num_bytes
 
@@ -114,8 +106,8 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def make_convrot(block: int) -> Tensor:
-    """ComfyUI's rotation: a symmetric Hadamard matrix whose rows all have the same sum, over sqrt(block). [B, B] block:
-    a power of 4."""
+    """ComfyUI's rotation: a symmetric Hadamard matrix whose rows have the same sum, over sqrt(block). [B, B] block: a
+    power of 4."""
     matrix = seed = 1.0 - 2.0 * torch.eye(4).flip(1)
     while matrix.shape[0] < block:
         matrix = torch.kron(matrix, seed)
@@ -124,14 +116,11 @@ def make_convrot(block: int) -> Tensor:
 
 @torch.no_grad()
 def restore(values: Tensor, scale: Tensor | None, rotation: Tensor | None, packing: str, dtype: torch.dtype) -> Tensor:
-    """Plain weights, computed in float32 and rounded once. Some rows at a time: float32 copies take 64 MiB or one row.
+    """Plain weights [N, K], some rows at a time: float32 copies take 64 MiB or one row.
 
     Args:
-        values: 8-bit [N, K], or packed [N, bytes].
-        scale: float32 [N, 1] or [1, 1] on the same device; None for 1. Not read of what is packed.
-        rotation: that the rows were rounded after. [B, B]
-        packing: one of PACKINGS, or ROWS.
-    Returns: [N, K].
+        values: 8-bit [N, K], or packed [N, bytes].    rotation: that the rows were rounded after. [B, B]
+        scale: float32 [N, 1] or [1, 1]; None for 1. Not read of what is packed.
     """
     packed = None if packing == ROWS else PACKINGS[packing]
     if packed is None and rotation is None:  # every 8-bit value is exact in dtype, and the product one of float32
@@ -164,7 +153,7 @@ def columns(values: Tensor, start: int, end: int, packing: str) -> Tensor:
 
 
 def has_finite_scales(values: Tensor, packing: str) -> bool:
-    """Whether every scale of a packed weight is finite."""
+    """Of a packed weight."""
     packed = PACKINGS[packing]
     blocks = values.reshape(-1, packed.num_bytes)
     return all(bool(_half(blocks, start).isfinite().all()) for start in packed.halves)

@@ -9,8 +9,9 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local.data_parallel import Replica, copy_model
 from devicebridge.parallel.placement import Placement, block_names
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.placed import apply_block_split
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from torch import nn
@@ -18,10 +19,7 @@ from torch import nn
 
 def quantized(model: nn.Module, family: ModelFamily, scheme: Any) -> nn.Module:
     """The model with its linears rounded."""
-    quantizer = Quantizer(family, QuantizeSettings(scheme))
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            model.set_submodule(name, quantizer.finish(name, module))
+    apply_quantization(model, family, QuantizeSettings(scheme))
     return model
 
 

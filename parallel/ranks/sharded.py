@@ -20,13 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...checkpoints.checkpoint import CheckpointInfo
-from ...checkpoints.load import make_unfilled_transformer, put_tensor
-from ...checkpoints.model_class import described, differences
+from ...checkpoints.load import make_unfilled_transformer, put_tensor, weight_types
 from ...checkpoints.quantized_files import dequantize, is_kept, read_scales
 from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_records, read_rows
 from ...quantization.eight_bit import quantize_weight, rotation_for
 from ...quantization.frozen_linear import FrozenLinear8, refuse_merge
-from ...quantization.quantize import Quantizer, QuantizeSettings
+from ...quantization.quantize import Quantizer, QuantizeSettings, empty_stored
 from ...system.stopping import alive
 from ..block_lists import called_modules, execution_order
 from ..offload.activations import ActivationOffload
@@ -46,9 +45,6 @@ def load_sharded(
 
     assert settings is None or settings.is_compute, "others are refused"
     model = make_unfilled_transformer(info)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if found := differences(shapes, info.tensors):
-        raise ValueError(f"{info.path} does not fit {info.family.title}: {described(found)}")
     for name, buffer in list(model.named_buffers()):
         put_tensor(model, name, buffer.to(device))
     filler = _Filler(model, info, mesh, device, dtype, settings)
@@ -79,30 +75,23 @@ class _Filler:
         dtype: torch.dtype,
         settings: QuantizeSettings | None,
     ) -> None:
-        self._model, self._info, self._device, self._dtype = model, info, device, dtype
-        self._settings = settings
+        self._model, self._info, self._device = model, info, device
         self._quantizer = None if settings is None else Quantizer(info.family, settings)
         self._group = mesh.get_group(mesh.ndim - 1)
-        self._kept_in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        self._dtype_of = weight_types(model, dtype)
         self._scales = read_scales(info.tensors)
         self._rounded: dict[str, torch.Tensor] = {}  # scales of this process's rows, by linear
 
     def prepare(self) -> None:
-        quantizer, settings = self._quantizer, self._settings
-        if quantizer is not None and settings is not None:
+        if (quantizer := self._quantizer) is not None:
             wanted = [(n, m) for n, m in self._model.named_modules() if quantizer.is_wanted(n, m)]
             for name, linear in wanted:
                 assert isinstance(linear, nn.Linear)
-                rows, width = linear.weight.shape
-                kind, is_taken = settings.stored_dtype, self._is_taken(name)
-                record = self._info.tensors[f"{name}.weight"]
-                block = (record.convrot or record.rotation) if is_taken else settings.rotation_of(width)
-                is_comfys, like = is_taken and bool(record.convrot), torch.empty(0, width, device=self._device)
-                rotation = rotation_for(like, kind, block, is_comfys=is_comfys)
-                weight = torch.empty(rows, width, dtype=kind, device=_META)
-                scale = torch.empty(rows, 1, device=self._device)
-                dtype = self._dtype_of(f"{name}.weight")
-                self._model.set_submodule(name, FrozenLinear8(weight, scale, linear.bias, dtype, rotation))
+                stored = empty_stored(linear, quantizer.settings)
+                like = torch.empty(0, linear.in_features, device=self._device)
+                rotation = rotation_for(like, stored.weight.dtype, stored.rotation, is_comfys=stored.is_comfys)
+                scale, dtype = torch.empty_like(stored.scale, device=self._device), self._dtype_of(f"{name}.weight")
+                self._model.set_submodule(name, FrozenLinear8(stored.weight, scale, linear.bias, dtype, rotation))
         for name, parameter in list(self._model.named_parameters()):
             is_rounded = isinstance(self._owner(name), FrozenLinear8) and name.endswith(".weight")
             kind = parameter.dtype if is_rounded else self._dtype_of(name)
@@ -170,9 +159,6 @@ class _Filler:
 
     def _owner(self, name: str) -> nn.Module:
         return self._model.get_submodule(name.rpartition(".")[0])
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return self._dtype if self._kept_in_float32.isdisjoint((name, *name.split("."))) else torch.float32
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
-from ....checkpoints.header import read_header, read_model_header
+from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
@@ -77,7 +77,7 @@ def _find_encoder(key: str, name: str, *kinds: str) -> str:
 
 def parts_of(path: Path) -> Iterator[str]:
     """Which of "clip" and "vae" a checkpoint holds beside its diffusion model."""
-    names = read_model_header(path).tensors
+    names = read_header(path, is_model=True).tensors
     for part, prefixes in {"clip": CLIP_PARTS, "vae": _VAE_PARTS}.items():
         if any(name.startswith(prefixes) for name in names):
             yield part

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....checkpoints.checkpoint import OF_PAIR, WAN_22, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
-from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_model_header
+from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
 from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
@@ -75,7 +75,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     """What ComfyUI finds in a file.
     dtype: that the model will compute in, such as "bfloat16". like: the stock MODEL that was loaded from the file.
     Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here."""
-    header = read_model_header(path)
+    header = read_header(path, is_model=True)
     everything = header.records()
     prefixes = ("model.diffusion_model.", "diffusion_model.")
     prefix = next((each for each in prefixes if any(name.startswith(each) for name in everything)), "")

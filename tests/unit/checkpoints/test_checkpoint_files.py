@@ -15,26 +15,11 @@ from devicebridge.checkpoints.load import load_transformer, make_empty_transform
 from devicebridge.checkpoints.weight_file import WeightReader
 from devicebridge.families.registry import FAMILIES, find_family
 from devicebridge.tests.toy import TINY, stack_tensors
+from devicebridge.tests.weight_files import assert_same_model, cpu, write_raw
 from safetensors.torch import save_file
 
 FAMILY_NAMES = sorted(FAMILIES)
 VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
-CPU = torch.device("cpu")
-
-
-def _on_cpu(_):
-    return CPU
-
-
-def _assert_same_model(ours, theirs):
-    a, b = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    assert a.keys() == b.keys()
-    for name, parameter in a.items():
-        assert parameter.dtype == b[name].dtype and torch.equal(parameter, b[name]), name
-        assert not parameter.requires_grad, name
-    for (name, one), (other_name, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
-        assert name == other_name and torch.equal(one, other), name
-    assert not ours.training and _config(ours) == _config(theirs)
 
 
 def _config(model):
@@ -59,8 +44,9 @@ def test_a_folder_loads_as_from_pretrained_loads_it(name, saved, dtype, tmp_path
     reference = type(TINY[name].make_model()).from_pretrained(
         tmp_path, subfolder="transformer", torch_dtype=dtype, local_files_only=True
     )
-    model = load_transformer(info, _on_cpu, dtype)
-    _assert_same_model(model, reference)
+    model = load_transformer(info, cpu, dtype)
+    assert_same_model(model, reference)
+    assert _config(model) == _config(reference)
     kept = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
     if dtype == torch.bfloat16:
         expected = {"scale_shift_table", "blocks.0.norm2.weight", "condition_embedder.time_embedder.linear_1.weight"}
@@ -81,7 +67,7 @@ def test_sharded_folder_from_any_of_its_paths(name, tmp_path):
     for path in (tmp_path, str(tmp_path / "transformer"), shards[1]):
         info = read_checkpoint(path)
         assert info.pipeline_folder == tmp_path and info.layout == "diffusers" and info.family.name == name
-        _assert_same_model(load_transformer(info, _on_cpu, torch.float32), expected.requires_grad_(False))
+        assert_same_model(load_transformer(info, cpu, torch.float32), expected.requires_grad_(False))
     shards[2].unlink()
     for path in (tmp_path, shards[0]):
         with pytest.raises(ValueError, match=f"lacks 1 of the model's files: {shards[2].name}"):
@@ -103,7 +89,7 @@ def test_single_files_of_both_layouts_with_and_without_prefix(name, layout, pref
     info = read_checkpoint(tmp_path / "model.sft")
     assert (info.layout, info.family.name, info.variant.name) == (layout, name, f"tiny-{name}")
     assert info.pipeline_folder is None
-    _assert_same_model(load_transformer(info, _on_cpu, torch.float32), expected)
+    assert_same_model(load_transformer(info, cpu, torch.float32), expected)
 
 
 def test_norms_in_comfyuis_spelling_and_shards_under_original_names(tiny_variants, tmp_path):
@@ -114,7 +100,7 @@ def test_norms_in_comfyuis_spelling_and_shards_under_original_names(tiny_variant
     for index, part in enumerate((names[::2], names[1::2]), 1):
         save_file({n: tensors[n].contiguous() for n in part}, tmp_path / f"x-0000{index}-of-00002.safetensors")
     for path in (tmp_path / "x-00002-of-00002.safetensors", tmp_path):
-        _assert_same_model(load_transformer(read_checkpoint(path), _on_cpu, torch.float32), expected)
+        assert_same_model(load_transformer(read_checkpoint(path), cpu, torch.float32), expected)
     (tmp_path / "x-00001-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="lacks 1 of the model's files: x-00001-of-00002.safetensors"):
         read_checkpoint(tmp_path / "x-00002-of-00002.safetensors")
@@ -126,9 +112,8 @@ def _write_header(file, shapes, dtype="BF16"):
         end = offset + 2 * int(torch.Size(shape).numel())
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(entries).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text)
-    return 8 + len(text) + offset
+    write_raw(file, entries)
+    return file.stat().st_size + offset
 
 
 def _full_shapes(family, config, layout):
@@ -172,7 +157,7 @@ def test_one_tensor_at_a_time_goes_to_its_device(tmp_path, monkeypatch):
 
     def device_of(name):
         events.append(("placed", name))
-        return torch.device("meta") if name.startswith("single_") else CPU
+        return torch.device("meta") if name.startswith("single_") else cpu(name)
 
     monkeypatch.setattr(WeightReader, "get_tensor", get_tensor)
     model = load_transformer(read_checkpoint(tmp_path), device_of, torch.bfloat16)
@@ -185,13 +170,13 @@ def test_one_tensor_at_a_time_goes_to_its_device(tmp_path, monkeypatch):
 
 def test_a_file_replaced_after_loading_changes_nothing(tmp_path):
     expected = _save_pipeline(tmp_path, "wan").requires_grad_(False)
-    model = load_transformer(read_checkpoint(tmp_path), _on_cpu, torch.float32)
+    model = load_transformer(read_checkpoint(tmp_path), cpu, torch.float32)
     file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
     data = bytearray(file.read_bytes())
     data[-4096:] = bytes(4096)
     with open(file, "r+b") as stream:
         stream.write(data)
-    _assert_same_model(model, expected)
+    assert_same_model(model, expected)
 
 
 def _write_full_folder(folder, family, config, monkeypatch):
@@ -484,4 +469,4 @@ def test_loading_checks_again(tmp_path):
     info = read_checkpoint(tmp_path)
     tensors = {name: record for name, record in info.tensors.items() if name != "proj_out.bias"}
     with pytest.raises(ValueError, match="does not fit Wan: 1 missing: proj_out.bias"):
-        load_transformer(dataclasses.replace(info, tensors=tensors), _on_cpu, torch.float32)
+        load_transformer(dataclasses.replace(info, tensors=tensors), cpu, torch.float32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from devicebridge.checkpoints import header
 from devicebridge.checkpoints.fingerprint import file_fingerprint
-from devicebridge.checkpoints.header import read_header, read_model_header
+from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights, read_records, read_rows
 from devicebridge.quantization import stored
@@ -24,7 +24,7 @@ def test_a_packed_weight_has_the_bits_of_the_published_format(kind, tmp_path, mo
     expected = meaning(kind, data, shape)
     assert 0.001 < expected.std() < 1
     file = write_gguf(tmp_path / "model.gguf", {"x.weight": (kind, shape, data), "x.bias": torch.ones(3)})
-    records = read_model_header(file).records()
+    records = read_header(file, is_model=True).records()
     assert records["x.weight"].packing == kind and records["x.weight"].shape == shape
     tensors = dict(read_records(records))
     assert torch.equal(tensors["x.bias"], torch.ones(3))
@@ -56,7 +56,7 @@ def test_sides_that_gguf_has_no_room_for_and_rows_that_are_no_whole_blocks(tmp_p
     sides = {"conv.weight": (4, 4, 2, 2, 4), "odd.weight": (4, 320)}
     tensors = {"conv.weight": ("Q8_0", (4, 64), conv), "odd.weight": ("Q4_K", (5, 256), rows)}
     settings = {f"comfy.gguf.orig_shape.{name}": each for name, each in sides.items()}
-    records = read_model_header(write_gguf(tmp_path / "model.gguf", tensors, settings)).records()
+    records = read_header(write_gguf(tmp_path / "model.gguf", tensors, settings), is_model=True).records()
     assert {name: each.shape for name, each in records.items()} == sides
     assert records["odd.weight"].dtype == "F32" and not records["odd.weight"].is_quantized
     found = dict(read_records(records))
@@ -117,14 +117,14 @@ def test_what_is_damaged_or_not_read_is_refused_by_its_name(what: str, tmp_path:
     make, named = REFUSED[what]
     (file := tmp_path / "model.gguf").write_bytes(make())
     with pytest.raises(ValueError, match=r"model\.gguf") as found:
-        read_model_header(file)
+        read_header(file, is_model=True)
     assert all(each in str(found.value) for each in named), found.value
 
 
 def test_a_gguf_file_is_that_by_its_first_bytes_and_nothing_but_a_model(tmp_path: Path) -> None:
     tensors = {"x.weight": ("Q8_0", (2, 32), random_blocks("Q8_0", (2, 32)))}
     file = write_gguf(tmp_path / "model.safetensors", tensors)
-    assert read_model_header(file).tensors.keys() == {"x.weight"}
+    assert read_header(file, is_model=True).tensors.keys() == {"x.weight"}
     for read in (read_header, load_tensors):  # of encoders, VAEs and LoRAs
         with pytest.raises(ValueError, match="GGUF"):
             read(file)
@@ -132,13 +132,13 @@ def test_a_gguf_file_is_that_by_its_first_bytes_and_nothing_but_a_model(tmp_path
         pass
     (other := tmp_path / "other.gguf").write_bytes(b"PK\x03\x04" + bytes(99))
     with pytest.raises(ValueError, match="other.gguf"):
-        read_model_header(other)
+        read_header(other, is_model=True)
 
 
 def test_a_scale_beside_packed_weights_is_refused(tmp_path: Path) -> None:
     tensors = {"x.weight": ("Q8_0", (2, 32), random_blocks("Q8_0", (2, 32))), "x.scale_weight": torch.ones(1)}
     file = write_gguf(tmp_path / "model.gguf", tensors)
-    records = read_model_header(file).records()
+    records = read_header(file, is_model=True).records()
     with pytest.raises(ValueError, match="x.scale_weight"):
         pair_scales(file, records, read_formats(file, records, []))
 

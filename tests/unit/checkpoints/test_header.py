@@ -2,20 +2,13 @@
 
 import json
 import pickle
-import struct
-from pathlib import Path
 
 import pytest
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights
+from devicebridge.tests.weight_files import write_raw
 
 WEIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-def _write(file: Path, header: object, num_bytes: int) -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
-    return file
 
 
 CASES = {
@@ -44,14 +37,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_wrong_with_a_header_is_said_with_the_name_of_the_file(name, tmp_path):
     header, num_bytes, message = CASES[name]
-    file = _write(tmp_path / f"{name}.safetensors", header, num_bytes)
+    file = write_raw(tmp_path / f"{name}.safetensors", header, num_bytes)
     for read in (load_tensors, lambda path: open_weights(path).__enter__()):
         with pytest.raises(ValueError, match=rf"{name}\.safetensors.*{message}.*download it again"):
             read(file)
 
 
 def test_a_type_that_nobody_knows_is_refused_with_the_name_of_the_file(tmp_path):
-    file = _write(tmp_path / "x.safetensors", {"w": {**WEIGHT, "dtype": "F99"}}, 8)
+    file = write_raw(tmp_path / "x.safetensors", {"w": {**WEIGHT, "dtype": "F99"}}, 8)
     for read in (load_tensors, lambda path: open_weights(path).__enter__().get_tensor("w")):
         with pytest.raises(ValueError, match=r"w of .*x\.safetensors has type F99"):
             read(file)
@@ -68,14 +61,13 @@ def test_a_pickle_is_told_from_its_first_bytes_whatever_its_protocol(protocol, t
 @pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580])
 def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
     text = json.dumps({"w": WEIGHT}).encode().ljust(length)
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    file = write_raw(tmp_path / "x.safetensors", text, 8)
     assert read_header(file).tensors["w"].shape == (2,)
 
 
 def test_more_tensors_than_any_model_has_are_refused_before_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("devicebridge.checkpoints.header.parse_json_object", None)
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    file = _write(tmp_path / "a.safetensors", {str(number): empty for number in range(50_001)}, 0)
+    file = write_raw(tmp_path / "a.safetensors", {str(number): empty for number in range(50_001)}, 0)
     with pytest.raises(ValueError, match=r"a.safetensors has 50001 tensors"):
         read_header(file)

@@ -1,4 +1,4 @@
-"""What the real loaders make of our LoRA files: the change of every weight, in diffusers' pipelines and in ComfyUI."""
+"""LoRA files: whose names they use, and what the real loaders make of them, in diffusers' pipelines and in ComfyUI."""
 
 import functools
 import json
@@ -12,11 +12,15 @@ import torch
 from devicebridge.checkpoints.lora_file import (
     check_lora_layout,
     check_lycoris_layout,
+    check_original_layout,
     describe_readers,
+    is_of_text,
     lycoris_for_comfyui,
     make_lora_tensors,
+    text_lora_for_comfyui,
     what_is_lost,
 )
+from devicebridge.families.naming import originals_of
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui
@@ -255,6 +259,89 @@ def test_diffusers_applies_every_weight_as_trained_or_we_say_that_it_does_not(ca
     else:
         with pytest.raises(ValueError, match="Invalid adapter checkpoint|should be empty|Invalid LoRA"):
             _load_in_diffusers(case)
+
+
+@pytest.mark.parametrize("case", [each for each in WRITABLE if each.layout == "original"], ids=str)
+def test_the_original_layout_adapts_the_original_weights_alike(case):
+    """As a loader that knows nothing of families applies it, with ComfyUI's meaning of a magnitude."""
+    file, base = case.file(), _stacked(case.name, case.base())
+    expected, found = _stacked(case.name, {**case.base(), **case.expected()}), dict(base)
+    for module in [n.removesuffix(".lora_A.weight") for n in file if n.endswith(".lora_A.weight")]:
+        key, alpha = f"{module.removeprefix('diffusion_model.')}.weight", file[f"{module}.alpha"]
+        a, b = (file[f"{module}.lora_{each}.weight"] for each in "AB")
+        assert alpha.dtype == torch.float32 and alpha.ndim == 0
+        found[key] = base[key] + alpha / len(a) * b @ a
+        if case.dora:
+            found[key] *= file[f"{module}.dora_scale"] / base[key].norm(dim=1, keepdim=True)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], each, rtol=1e-4, atol=1e-5) for name, each in expected.items())
+
+
+def test_what_is_no_lora_of_the_family_is_not_written():
+    for name, message in (
+        ("blocks.0.attn1.to_q.lora_A.weight", "no row of the rename table names blocks.0.attn1.to_q"),
+        ("transformer_blocks.0.attn.to_q.weight", "is no LoRA tensor"),
+    ):
+        other = {name: torch.zeros(2, 2), name.replace("_A", "_B"): torch.zeros(2, 2)}
+        with pytest.raises(ValueError, match=message):
+            make_lora_tensors(FAMILIES["flux1"], "original", other, other, ALPHA, RANK)
+    for case in CASES:
+        if not case.is_writable:
+            with pytest.raises(ValueError, match="no DoRA of Wan is read by both|only if all of it is trained"):
+                case.file()
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_names_and_shapes_are_those_that_were_reviewed(name):
+    """lora_keys_<family>.json holds what ComfyUI v0.33.0 was seen to map, at full size: modules and [out, in]."""
+    file = full_file(name)
+    found = {
+        n.removesuffix(".lora_A.weight"): [file[n.replace("lora_A", "lora_B")].shape[0], file[n].shape[1]]
+        for n in file
+        if n.endswith(".lora_A.weight")
+    }
+    assert found == asset(name)["modules"]
+    assert sorted(file) == sorted(f"{module}.{end}" for module in found for end in asset(name)["suffixes"])
+
+
+def test_stacks_of_the_default_targets_are_whole():
+    """So that DoRA can be saved in the original layout with every family's defaults."""
+    for name in FAMILY_NAMES:
+        modules = resolve_targets(full_model(name), FAMILIES[name].lora_targets)
+        check_original_layout(FAMILIES[name], modules, dora=True)
+        members = [m for s in originals_of(modules, FAMILIES[name].renames).values() for m in s.members]
+        assert sorted(members) == sorted(modules)
+
+
+_LAYER = "transformer.text_model.encoder.layers.3.self_attn.q_proj"
+
+
+def _lora(*parts: str) -> dict[str, torch.Tensor]:
+    layers = ["input_blocks.1.0.proj", *(f"text_encoders.{part}.{_LAYER}" for part in parts)]
+    return {f"{each}.lora_{kind}.weight": torch.randn(4, 4) for each in layers for kind in "AB"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "prefixes"),
+    [
+        (("clip_l",), ("lora_te",)), (("clip_h",), ("lora_te",)), (("clip_g",), ("lora_te",)),
+        (("clip_l", "clip_g"), ("lora_te1", "lora_te2")),
+    ],
+)  # fmt: skip
+def test_encoders_are_numbered_where_there_are_two(parts: tuple[str, ...], prefixes: tuple[str, ...]) -> None:
+    given = _lora(*parts)
+    written = text_lora_for_comfyui(given, 0.5)
+    assert len(written) == 3 * len(parts)
+    for part, prefix in zip(parts, prefixes, strict=True):
+        layer = f"{prefix}_text_model_encoder_layers_3_self_attn_q_proj"
+        assert torch.equal(written[f"{layer}.lora_down.weight"], given[f"text_encoders.{part}.{_LAYER}.lora_A.weight"])
+        assert torch.equal(written[f"{layer}.lora_up.weight"], given[f"text_encoders.{part}.{_LAYER}.lora_B.weight"])
+        assert float(written[f"{layer}.alpha"]) == 2.0  # strength 0.5 at rank 4
+
+
+def test_the_rest_is_that_of_the_diffusion_model() -> None:
+    assert {name for name in _lora("clip_l") if not is_of_text(name)} == _lora().keys()
+    assert text_lora_for_comfyui(_lora(), 1.0) == {}
 
 
 # Its own detection builds the native model, its own loader patches it, its own arithmetic applies the patches.

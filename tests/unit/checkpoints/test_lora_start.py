@@ -1,6 +1,5 @@
 """Training that goes on from a LoRA file: the model computes what it computed with that LoRA, whoever wrote it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
 from devicebridge.tests.toy import TINY
+from devicebridge.tests.weight_files import write_raw
 from devicebridge.training.adapter import LoraHandle, apply_lora
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -114,19 +114,11 @@ def test_a_lora_of_a_stacked_layer_is_cut_into_its_members(name: str, tmp_path: 
     assert torch.allclose(_output(name, started), _output(name, changed), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize(("layout", "dora"), [("original", True), ("diffusers", True), ("original", False)])
 @pytest.mark.parametrize("name", NAMES)
-def test_dora_goes_on_from_both_meanings_of_its_magnitude(name: str, layout: str, tmp_path: Path) -> None:
-    model, handle = _trained(name, dora=True)
+def test_dora_goes_on_from_both_meanings_of_its_magnitude_and_from_plain_lora(name, layout, dora, tmp_path) -> None:
+    model, handle = _trained(name, dora=dora)
     layers = _read(tmp_path / "a.safetensors", name, _file(name, handle, layout))
-    started = _started(name, layers, dora=True)
-    assert torch.allclose(_output(name, started), _output(name, model), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_dora_goes_on_from_plain_lora(name: str, tmp_path: Path) -> None:
-    model, handle = _trained(name)
-    layers = _read(tmp_path / "a.safetensors", name, _file(name, handle, "original"))
     started = _started(name, layers, dora=True)
     assert torch.allclose(_output(name, started), _output(name, model), rtol=1e-3, atol=1e-4)
 
@@ -173,12 +165,9 @@ def test_a_file_of_another_kind_is_refused_before_its_tensors_are_read(tmp_path:
     """As a base model of more than memory; sparse, so that it takes no room."""
     side = 2**18
     header = {"blocks.0.weight": {"dtype": "BF16", "shape": [side, side], "data_offsets": [0, 2 * side**2]}}
-    text = json.dumps(header).encode()
-    with open(tmp_path / "model.safetensors", "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + 2 * side**2)
+    file = write_raw(tmp_path / "model.safetensors", header, 2 * side**2)
     with pytest.raises(ValueError, match="which is no tensor of a LoRA"):
-        read_start(tmp_path / "model.safetensors", FAMILIES["flux2"], {})
+        read_start(file, FAMILIES["flux2"], {})
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,7 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
     tuned, base, _ = _models(tmp_path, (torch.float32, torch.float32))
     eight = {n: each.to(torch.float8_e4m3fn) if each.ndim > 1 else each for n, each in load_file(base).items()}
     eight_bit = _file(tmp_path / "eight.safetensors", eight)
+    zeros = _file(tmp_path / "zeros.safetensors", {f"{X}.weight": torch.zeros(12, 20), "b.weight": torch.ones(4, 4)})
     fewer = _file(tmp_path / "fewer.safetensors", dict(list(load_file(base).items())[1:]))
     unet = _file(
         tmp_path / "unet.safetensors", {"conv_in.weight": torch.ones(8, 4, 3, 3), "b.weight": torch.ones(4, 4)}
@@ -345,6 +346,10 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
         "by 0": (["scale", good, "--by", 0, *out], (str(good),)),
         "there already": (["scale", good, "--by", 2, "-o", good], (str(good),)),
         "ending": (["scale", good, "--by", 2, "-o", tmp_path / "a.pt"], ("a.pt", ".safetensors")),
+        "a base of zeros": (
+            ["resize", files["dora"], "--rank", 2, "--base", zeros, *out],
+            (str(zeros), X),
+        ),
         "no rank": (["resize", good, *out], (str(good), "--rank")),
         "not known": (["convert", files["other"], "--to", "diffusers", *out], (str(files["other"]), "elsewhere")),
         "no known size": (["convert", good, "--to", "diffusers", *out], (str(good), "Wan", "--family")),
@@ -427,7 +432,7 @@ def test_every_layout_becomes_every_other(tmp_path: Path) -> None:
 
 
 def test_new_names_leave_every_kind_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = {**_layer(X, 1), f"{X}.dora_scale": torch.ones(12, 1), **_layer("lora_te_text", 5)}
+    tensors = {**_layer(X, 1), f"{X}.dora_scale": 1 + _noise(3, 12, 1), **_layer("lora_te_text", 5)}
     other, factors = "diffusion_model.blocks.1.ffn.0", (_noise(7, 2, 1), _noise(9, 1, 4), _noise(8, 3, 5))
     kinds = ("lokr_w1_a", "lokr_w1_b", "lokr_w2", "alpha")
     lokr = {f"{other}.{kind}": each for kind, each in zip(kinds, (*factors, torch.tensor(0.25)), strict=True)}
@@ -438,6 +443,10 @@ def test_new_names_leave_every_kind_as_it_is(tmp_path: Path, capsys: pytest.Capt
     found = load_file(tmp_path / "c.safetensors")
     assert found.keys() == (tensors | lokr).keys()
     assert all(torch.equal(found[key], each) for key, each in (tensors | lokr).items())
+    _run("convert", source, "--to", "kohya", "--dtype", "bfloat16", "-o", tmp_path / "d.safetensors")
+    rounded, name = load_file(tmp_path / "d.safetensors"), "lora_unet_blocks_0_ffn_0"
+    assert rounded[f"{name}.lora_down.weight"].dtype is torch.bfloat16
+    assert torch.equal(rounded[f"{name}.dora_scale"], tensors[f"{X}.dora_scale"])  # one number stands for a row
     capsys.readouterr()
     _run("inspect", source, "--json")
     layers = {each["name"]: each for each in json.loads(capsys.readouterr().out)["layers"]}

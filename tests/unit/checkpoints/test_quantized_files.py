@@ -21,16 +21,12 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.gguf_files import pack, write_gguf
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY, stack_tensors
+from devicebridge.tests.weight_files import assert_same_model, cpu
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.usefixtures("tiny_variants")
-CPU = torch.device("cpu")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 Tensors = dict[str, torch.Tensor]
-
-
-def _on_cpu(_: str) -> torch.device:
-    return CPU
 
 
 def _round(weight: torch.Tensor, dtype: torch.dtype, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,15 +99,6 @@ def _write_plain(file: Path, meaning: Tensors) -> CheckpointInfo:
     return read_checkpoint(file)
 
 
-def _assert_equal(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    theirs = dict(expected.named_parameters())
-    ours = dict(found.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, parameter in theirs.items():
-        assert ours[name].dtype is parameter.dtype and not ours[name].requires_grad, name
-        assert torch.equal(ours[name], parameter), name
-
-
 # Scales of rows are cut and turned with the layers that a family stacks; how a file notes scales is the same for all.
 FILES = [(name, how) for name in TINY for how in FORMATS if name == "flux1" or how in ("comfy_quant rows", "int8 rows")]
 
@@ -134,7 +121,7 @@ def test_without_a_quantizer_it_is_weight_times_scale(name, how, layout, prefix,
     num_linears = sum(len(r.shape) == 2 and n.endswith(".weight") for n, r in info.tensors.items())
     assert info.quantized_types == {str(FORMATS[how].dtype).removeprefix("torch."): num_linears}
     assert sum(info.quantized_types.values()) == num_linears > 20
-    _assert_equal(load_transformer(info, _on_cpu, dtype), load_transformer(plain, _on_cpu, dtype))
+    assert_same_model(load_transformer(info, cpu, dtype), load_transformer(plain, cpu, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -145,7 +132,7 @@ def test_plain_casts_of_everything_have_the_scale_one(name: str, dtype: torch.dt
     info = read_checkpoint(tmp_path / "model.safetensors")
     assert sum(info.quantized_types.values()) == len(info.tensors)
     plain = _write_plain(tmp_path / "plain.safetensors", {key: tensor.float() for key, tensor in cast.items()})
-    _assert_equal(load_transformer(info, _on_cpu, torch.bfloat16), load_transformer(plain, _on_cpu, torch.bfloat16))
+    assert_same_model(load_transformer(info, cpu, torch.bfloat16), load_transformer(plain, cpu, torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -160,12 +147,12 @@ def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme
     meaning = _write(file, _tensors(name, "original"), FORMATS[how], wanted=chosen.__contains__)
     info = read_checkpoint(file)
     plain = _write_plain(tmp_path / "plain.safetensors", meaning)
-    exact = load_transformer(plain, _on_cpu, torch.bfloat16)
-    rounded = load_transformer(plain, _on_cpu, torch.bfloat16)
+    exact = load_transformer(plain, cpu, torch.bfloat16)
+    rounded = load_transformer(plain, cpu, torch.bfloat16)
     family, settings = FAMILIES[name], QuantizeSettings(scheme, rotation=16)
     quantizer = Quantizer(family, settings)
     apply_quantization(rounded, family, settings)
-    model = load_transformer(info, _on_cpu, torch.bfloat16, quantizer)
+    model = load_transformer(info, cpu, torch.bfloat16, quantizer)
     report = quantizer.close(model)
     num_taken = 0
     for fqn, module in model.named_modules():
@@ -198,7 +185,7 @@ def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme
 def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     meaning = _write(tmp_path / "model.safetensors", _tensors("flux2", "original"), FORMATS["comfy_quant rows"])
     info = read_checkpoint(tmp_path / "model.safetensors")
-    plain = load_transformer(_write_plain(tmp_path / "plain.safetensors", meaning), _on_cpu, torch.bfloat16)
+    plain = load_transformer(_write_plain(tmp_path / "plain.safetensors", meaning), cpu, torch.bfloat16)
 
     def device_of(name: str) -> torch.device:
         return CARDS[1] if name.startswith("single_") else CARDS[0]
@@ -227,9 +214,9 @@ def test_shards_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
     scales = {name: tensor for name, tensor in whole.items() if name.endswith(("_scale", "comfy_quant"))}
     save_file(scales, tmp_path / "x-00001-of-00002.safetensors")
     save_file({n: t for n, t in whole.items() if n not in scales}, tmp_path / "x-00002-of-00002.safetensors")
-    model = load_transformer(read_checkpoint(tmp_path), _on_cpu, torch.bfloat16)
+    model = load_transformer(read_checkpoint(tmp_path), cpu, torch.bfloat16)
     plain = _write_plain(tmp_path / "plain.safetensors", meaning)
-    _assert_equal(model, load_transformer(plain, _on_cpu, torch.bfloat16))
+    assert_same_model(model, load_transformer(plain, cpu, torch.bfloat16))
 
 
 def test_dequantizing_in_pieces_is_dequantizing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +266,10 @@ def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Pat
     info = read_checkpoint(tmp_path / "model.safetensors")
     name = "blocks.0.ffn.net.0.proj"
     assert info.tensors[f"{name}.weight"].convrot == 16
-    exact = load_transformer(info, _on_cpu, torch.bfloat16)
+    exact = load_transformer(info, cpu, torch.bfloat16)
     scale, values = written[f"{layer}.weight_scale"], written[f"{layer}.weight"]
     assert not torch.equal(exact.get_submodule(name).weight, (values * scale).bfloat16())
-    rounded = load_transformer(info, _on_cpu, torch.bfloat16, Quantizer(info.family, QuantizeSettings("int8")))
+    rounded = load_transformer(info, cpu, torch.bfloat16, Quantizer(info.family, QuantizeSettings("int8")))
     settings = QuantizeSettings("int8")
     expected = Quantizer(info.family, settings).finish(name, exact.get_submodule(name))
     assert torch.equal(rounded.get_submodule(name).weight, expected.weight)
@@ -299,10 +286,10 @@ def test_a_gguf_file_is_the_model_that_its_plain_weights_are(name: str, tmp_path
     info = read_checkpoint(write_gguf(tmp_path / "model.gguf", written))
     assert info.family.name == name and {"Q8_0", "Q4_1"} == info.quantized_types.keys()
     plain = _write_plain(tmp_path / "plain.safetensors", meaning)
-    exact = load_transformer(plain, _on_cpu, torch.float32)
-    _assert_equal(load_transformer(info, _on_cpu, torch.float32), exact)
+    exact = load_transformer(plain, cpu, torch.float32)
+    assert_same_model(load_transformer(info, cpu, torch.float32), exact)
     quantizer = Quantizer(info.family, QuantizeSettings("stored"))
-    model = load_transformer(info, _on_cpu, torch.float32, quantizer)
+    model = load_transformer(info, cpu, torch.float32, quantizer)
     assert quantizer.close(model).num_taken > 5
     for fqn, module in exact.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -404,7 +391,7 @@ def test_a_scale_that_is_none_stops_before_a_weight_is_read(value, tmp_path, cap
     info = read_checkpoint(_bad_file(tmp_path, change))
     caplog.set_level(logging.INFO)
     with pytest.raises(ValueError, match=rf"the scale {QKV}.weight_scale holds {value}; scales are positive"):
-        load_transformer(info, _on_cpu, torch.bfloat16)
+        load_transformer(info, cpu, torch.bfloat16)
     assert not [record for record in caplog.records if "reading" in record.getMessage()]
 
 

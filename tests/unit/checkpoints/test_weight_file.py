@@ -1,10 +1,8 @@
 """Reading weights from a file, mapped or into memory."""
 
 import errno
-import json
 import mmap
 import os
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +12,7 @@ import torch
 from devicebridge.checkpoints import weight_file
 from devicebridge.checkpoints.header import FileHeader, TensorRecord, read_file_header
 from devicebridge.checkpoints.weight_file import TORCH_TYPES, load_tensors, open_weights, read_records, read_rows
+from devicebridge.tests.weight_files import write_raw
 from safetensors.torch import save_file
 
 MMAP = mmap.mmap
@@ -67,12 +66,10 @@ def test_a_file_larger_than_memory_is_read(tmp_path: Path) -> None:
     size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     columns = 1024
     shape = [size // 2 // columns, columns]
-    header = json.dumps({"w": {"dtype": "BF16", "shape": shape, "data_offsets": [0, shape[0] * columns * 2]}}).encode()
-    file = tmp_path / "large.safetensors"
-    with open(file, "wb") as stream:
-        stream.write(struct.pack("<Q", len(header)) + header)
-        stream.truncate(8 + len(header) + shape[0] * columns * 2)
-        stream.seek(8 + len(header) + (shape[0] - 2) * columns * 2)
+    header = {"w": {"dtype": "BF16", "shape": shape, "data_offsets": [0, shape[0] * columns * 2]}}
+    file = write_raw(tmp_path / "large.safetensors", header, shape[0] * columns * 2)
+    with open(file, "r+b") as stream:
+        stream.seek(-2 * columns * 2, os.SEEK_END)
         stream.write(torch.full((columns,), 3.0, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
     with open_weights(file) as reader:
         found = reader.get_tensor("w")[shape[0] - 3 : shape[0]]
@@ -119,8 +116,7 @@ def test_tensors_may_lie_at_any_byte(by: Callable[[Path], dict[str, torch.Tensor
     content, file = torch.arange(4.0), tmp_path / "x.safetensors"
     entries = {"a": ("U8", [3], 0, 3), "b": ("F32", [4], 3, 19)}
     header = {n: {"dtype": d, "shape": s, "data_offsets": [start, end]} for n, (d, s, start, end) in entries.items()}
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"abc" + content.numpy().tobytes())
+    write_raw(file, header, data=b"abc" + content.numpy().tobytes())
     assert torch.equal(by(file)["b"], content)
 
 

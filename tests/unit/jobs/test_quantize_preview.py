@@ -16,7 +16,6 @@ from devicebridge.jobs.resolve import Machine
 from devicebridge.planning import cards as planned_cards
 from devicebridge.quantization import kernel_choice
 from devicebridge.quantization.quantize import (
-    BEST_FIRST,
     NOT_LINEAR,
     QUANTIZED,
     SCHEMES,
@@ -80,7 +79,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _able(*devices: torch.device) -> list[str]:
-    refused = [frozenset(each for each in BEST_FIRST if refusal(QuantizeSettings(each), [own])) for own in devices]
+    refused = [frozenset(each for each in SCHEMES if refusal(QuantizeSettings(each), [own])) for own in devices]
     found = [planned_cards.Card(own, 1, 1, refuses=each) for own, each in zip(devices, refused, strict=True)]
     return list(planned_cards.able_schemes(found))
 

@@ -1,5 +1,7 @@
 """Frozen linears that keep what their file has: the numbers, bytes and gradients of the plain weights it means."""
 
+import copy
+import itertools
 from typing import Any, cast
 
 import pytest
@@ -151,8 +153,11 @@ def test_dora_a_merge_and_what_is_no_number() -> None:
     x = torch.randn(5, K)
     assert torch.allclose(kept(x), exact(x), atol=1e-5)
     refuse_merge(kept)
-    with pytest.raises(RuntimeError, match="merge"):
-        kept.blocks[0].merge()
+    held = {name: each.clone() for name, each in kept.state_dict().items()}
+    for net, is_safe in itertools.product((kept, copy.deepcopy(kept)), (False, True)):
+        with pytest.raises(RuntimeError, match="merge"):
+            net.blocks[0].merge(safe_merge=is_safe)
+        assert all(torch.equal(each, held[name]) for name, each in net.state_dict().items())
     with pytest.raises(RuntimeError, match="uint8"):  # what some model casts to the type of the weight
         kept.blocks[0].base_layer(x.to(torch.uint8))
 
