@@ -69,22 +69,19 @@ def test_a_clip_that_is_too_short_is_refused_and_never_padded():
         _plan().cut(ClipInfo((32, 48), 16))
 
 
-def test_one_frame_is_taken_of_clips_if_no_other_length_is_asked_for():
-    assert _plan(frames=(1,)).cut(_even(20, 24)) == {0: (0,)}
-    assert _plan(frames=(1,), window="centre").cut(_even(21, 16)) == {10: (10,)}
-
-
 def test_windows():
     info = _even(50, 16)
     assert _plan(window="centre").cut(info) == {8: tuple(range(8, 41))}
     starts = list(_plan(window="uniform", num_windows=3).cut(info))
     assert starts == [0, 9, 17]
     assert [frames[-1] for frames in _plan(window="uniform", num_windows=2).cut(info).values()] == [32, 49]
-
-
-def test_equal_windows_of_a_short_clip_are_one():
-    assert len(_plan(window="uniform", num_windows=4).cut(_even(33, 16))) == 1
-    assert list(_plan(window="uniform", num_windows=4).cut(_even(34, 16))) == [0, 1]
+    of_short = _plan(window="uniform", num_windows=4)
+    assert len(of_short.cut(_even(33, 16))) == 1 and list(of_short.cut(_even(34, 16))) == [0, 1]
+    assert _plan(frames=(1,)).cut(_even(20, 24)) == {0: (0,)}
+    assert _plan(frames=(1,), window="centre").cut(_even(21, 16)) == {10: (10,)}
+    for settings in ({"window": "uniform"}, {"num_windows": 2}, {"window": "centre", "num_windows": 2}):
+        with pytest.raises(ValueError, match="num_windows above 1 belongs to"):
+            _plan(**settings)
 
 
 def test_the_rate_is_the_models_the_users_or_the_clips_own():
@@ -111,9 +108,3 @@ def test_clips_may_grow_by_several_latent_frames_at_once() -> None:
 def test_lengths_the_model_does_not_take_are_refused_with_the_nearest(length, nearest):
     with pytest.raises(ValueError, match=rf"data\.frames has {length}, .* 4n \+ 1 .* nearest are {nearest}"):
         _plan(frames=(1, length))
-
-
-def test_windows_that_contradict_their_number_are_refused():
-    for settings in ({"window": "uniform"}, {"num_windows": 2}, {"window": "centre", "num_windows": 2}):
-        with pytest.raises(ValueError, match="num_windows above 1 belongs to"):
-            DataConfig(FOLDER, **settings)
