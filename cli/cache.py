@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.job import load_job
-from ..encoding.encode import NONE_OUTDATED, Stopped
+from ..encoding.encode import Stopped
 from ..encoding.text_place import text_device_on
 from ..events import EventLog
 from ..jobs.checked_job import JobPlan
@@ -72,7 +72,7 @@ def _fill(
             return stop() or any(each.is_asked("stop") for each in requests)
 
         for path, plan in plans.items():
-            stamps = outdated.get(cache_store(plan.job).folder, NONE_OUTDATED)
+            stamps = outdated.get(cache_store(plan.job).folder, {})
             with EventLog(Path(plan.job.output.folder), Terminal()) as events:
                 try:
                     for part in parts:

@@ -64,9 +64,7 @@ def _read_text(path: Path, most_bytes: int, wanted: str) -> str:
         raise
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

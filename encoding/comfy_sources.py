@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..data.image import ImageRequest
-from ..data.samples import Condition, Wanted
+from ..data.samples import Wanted
 from ..data.sounds import read_sound
 from ..data.video import read_frames
 from ..families.comfy.conditions import WAYS
@@ -27,7 +27,7 @@ from .key import (
     comfy_text_key,
     prompt_facts,
 )
-from .sources import Entry, LatentSource, Shapes, Source, TextSource, fingerprints_of, shapes_of
+from .sources import Entry, LatentSource, Shapes, Source, TextSource, shapes_of
 
 Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
 _MOST_SPARE_CELLS = 4  # of a clip's sound, which is padded to what its VAE encodes at once
@@ -103,10 +103,10 @@ class ComfyLatents(LatentSource):
 
     name = "the stock VAE"
 
-    def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
-        has_both = request.sound is not None and not request.is_sound
-        beside = (content[request.paths[-1]], self.audio_fingerprint) if has_both else ()
-        return comfy_latent_key(content[request.path], request, self.fingerprint, beside)
+    def key(self, item: ImageRequest, content: Mapping[str, str]) -> str:
+        has_both = item.sound is not None and not item.is_sound
+        beside = (content[item.paths[-1]], self.audio_fingerprint) if has_both else ()
+        return comfy_latent_key(content[item.path], item, self.fingerprint, beside)
 
     def plan(self, missing: Sequence[ImageRequest]) -> None:
         if self.vae is None:
@@ -185,13 +185,12 @@ class ComfyConditions(Source[Wanted]):
     name = "the stock encoders"
     what = "conditions"
 
-    def keys_of(self, items: Iterable[Wanted]) -> dict[Wanted, str]:
-        """Raises: as refuse_embeddings, too."""
-        items = list(dict.fromkeys(items))
-        content = fingerprints_of(path for _, condition in items for path in condition.paths)
-        return {each: self._key(*each, content) for each in items}
+    def paths(self, item: Wanted) -> Iterable[str]:
+        return item[1].paths
 
-    def _key(self, caption: str, condition: Condition, content: Mapping[str, str]) -> str:
+    def key(self, item: Wanted, content: Mapping[str, str]) -> str:
+        """Raises: as refuse_embeddings, too."""
+        caption, condition = item
         version = CONDITION_VERSION, COMFY_VERSION, IMAGE_VERSION, CLIP_VERSION
         facts: dict[str, Any] = {"what": "condition", "version": version, "encoders": self.encoders}
         if WAYS[self.way].reads_text:

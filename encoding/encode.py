@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int, str], None]  # done, total, what
 ShouldStop = Callable[[], bool]
-NONE_OUTDATED: Mapping[str, Stamp] = MappingProxyType({})
 
 
 def _say_nothing(*progress: Any) -> None:
@@ -35,7 +33,7 @@ def fill(
     on_progress: OnProgress = _say_nothing,
     should_stop: ShouldStop = never,
     *,
-    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
+    outdated: Mapping[str, Stamp] = {},
     on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[Item, str]:
     """Have what the source makes of every item in the store, encoding what is missing; equal content once. Item -> key.

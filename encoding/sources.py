@@ -39,6 +39,16 @@ class Source(Generic[Item]):
 
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
         """The entry of each item, without a weight. Raises: ValueError naming all files that cannot be read."""
+        items = list(dict.fromkeys(items))
+        content = fingerprints_of(path for item in items for path in self.paths(item))
+        return {item: self.key(item, content) for item in items}
+
+    def paths(self, item: Item) -> Iterable[str]:
+        """The files whose content is in the item's key."""
+        return ()
+
+    def key(self, item: Item, content: Mapping[str, str]) -> str:
+        """The item's entry. content: hashes of its files."""
         raise NotImplementedError
 
     def plan(self, missing: Sequence[Item]) -> None:
@@ -87,21 +97,15 @@ def fingerprints_of(paths: Iterable[str]) -> dict[str, str]:
 class LatentSource(Source[ImageRequest]):
     what = "images"
 
-    def keys_of(self, items: Iterable[ImageRequest]) -> dict[ImageRequest, str]:
-        items = list(dict.fromkeys(items))
-        content = fingerprints_of(path for request in items for path in request.paths)
-        return {request: self._key(request, content) for request in items}
-
-    def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
-        """content: hashes of the request's files."""
-        raise NotImplementedError
+    def paths(self, item: ImageRequest) -> Iterable[str]:
+        return item.paths
 
 
 class TextSource(Source[str]):
     what = "captions"
 
-    def keys_of(self, items: Iterable[str]) -> dict[str, str]:
-        return {caption: self.key_of(self.read(caption)) for caption in dict.fromkeys(items)}
+    def key(self, item: str, content: Mapping[str, str]) -> str:
+        return self.key_of(self.read(item))
 
     def key_of(self, text: str) -> str:
         """Of a text as read() gives it."""
@@ -193,8 +197,8 @@ class FolderLatents(LatentSource):
             **({"condition": self.variant.condition} if self.variant.encodes_condition else {}),
         }
 
-    def _key(self, request: ImageRequest, content: Mapping[str, str]) -> str:
-        return latent_key(content[request.path], request, self._settings)
+    def key(self, item: ImageRequest, content: Mapping[str, str]) -> str:
+        return latent_key(content[item.path], item, self._settings)
 
     def read(self, item: ImageRequest) -> tuple[str, torch.Tensor]:
         """Its path and pixels, [3, F, height, width], float32 in -1..1; an image is one frame."""

@@ -18,7 +18,7 @@ from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
 from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyLatents
-from ..encoding.encode import NONE_OUTDATED, fill, never
+from ..encoding.encode import fill, never
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Source
 from ..encoding.store import CacheStore, Stamp, State
@@ -172,7 +172,7 @@ def fill_cache(
     should_stop: Callable[[], bool] = never,
     encoders: ComfyEncoders = NO_ENCODERS,
     *,
-    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
+    outdated: Mapping[str, Stamp] = {},
 ) -> dict[Any, Any]:
     """Compute what this part of the cache does not hold yet; text encoders or VAE are freed before this returns.
 

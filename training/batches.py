@@ -26,56 +26,35 @@ _LATENTS = "latents"  # what an entry holds besides these, samples and their noi
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """One forward's worth of data on the CPU.
+    """One forward's worth of data on the CPU. conditions: what else the model is given, by name, normalised like the
+    latents, [B, C', F, H, W]; how packed latents are taken apart; a noise mask, [B, 1 or C, F, H, W]."""
 
-    Args:
-        latents: clean and normalised, float32. [B, C, F, H, W]; of several streams packed, [B, 1, 1, 1, N]
-        text: what the text encoders left, by name. [B, S, D] or [B, D]
-        mask: loss weight per latent cell, or None. [B, 1, 1 or F, H, W]
-        num_tokens: image tokens of one sample.
-        conditions: what else the model is given, by name, normalised like the latents, [B, C', F, H, W]; how packed
-            latents are taken apart; of one of ComfyUI's own models a noise mask, in the size of the latents.
-            [B, 1 or C, F, H, W]
-        weights: factor of each sample's loss, [B], or of each value's, [B or 1, 1, 1, 1, N]; None where all are 1.
-        outside: of mask, what the files' masks leave out of what the model could learn; None without a file.
-    """
-
-    latents: torch.Tensor
-    text: Mapping[str, torch.Tensor]
-    mask: torch.Tensor | None
-    num_tokens: int
+    latents: torch.Tensor  # clean, normalised, float32. [B, C, F, H, W]; of several streams packed, [B, 1, 1, 1, N]
+    text: Mapping[str, torch.Tensor]  # states by name. [B, S, D] or [B, D]
+    mask: torch.Tensor | None  # loss weight per latent cell. [B, 1, 1 or F, H, W]
+    num_tokens: int  # image tokens of one sample
     conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    weights: torch.Tensor | None = None
-    outside: torch.Tensor | None = None
+    weights: torch.Tensor | None = None  # of each sample's loss, [B], or each value's, [B or 1, 1, 1, 1, N]
+    outside: torch.Tensor | None = None  # what files' masks leave out of what the model could learn, as mask
 
 
 @dataclass(frozen=True)
 class CachedSamples:
-    """Samples with the cache entries that hold their latents and captions.
-
-    Args:
-        samples: each with its keys.
-        use_masks: whether masks of samples that have one weigh the loss.
-        tokens_per_cell: image tokens per latent cell.
-        read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads.
-        add_silence: an entry of latents with the sound that the model must be given, of which no loss is counted.
-        gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
-        recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
-        prompt_keys: entries of each text that pictures are drawn of; the empty one is among them.
-        read: entries that were read ahead, by key, until somebody asks for them.
-    """
+    """Samples with the cache entries that hold their latents and captions. read_latents, read_text: of an entry
+    normalised latents [C, F, H, W], and the text that make_inputs reads. add_silence: to an entry of latents the sound
+    that the model must be given, of which no loss is counted. recompute: makes an entry that is gone."""
 
     store: CacheStore
-    samples: Sequence[TrainingSample]
-    use_masks: bool
-    tokens_per_cell: float
+    samples: Sequence[TrainingSample]  # with their keys
+    use_masks: bool  # whether files' masks weigh the loss
+    tokens_per_cell: float  # image tokens per latent cell
     read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = operator.itemgetter(_LATENTS)  # of our own VAE
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     add_silence: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
-    gives_first_latents: bool = False
+    gives_first_latents: bool = False  # to the model, and the loss leaves them out
     recompute: Callable[[str], None] | None = None
-    prompt_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    read: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, compare=False)
+    prompt_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of texts that pictures are drawn of
+    read: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, compare=False)  # ahead, by key
 
     def keys(self) -> set[str]:
         """All entries that may be read."""

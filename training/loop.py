@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,49 +51,28 @@ def checkpoint_folder(job: JobConfig) -> Path:
     return Path(job.output.folder) / "checkpoints"
 
 
-class Samples(Protocol):
-    """Pictures that are drawn between two steps; sampling/sampler.py."""
-
-    def is_due(self, step: int, *, is_start: bool = False) -> bool: ...
-
-    def draw(self, step: int, should_stop: Callable[[], bool]) -> None: ...
-
-
 @dataclass
 class Trainer:
-    """One run: a model with a LoRA, its data, and where it stands.
-
-    Args:
-        train_data, eval_data: cached samples; eval_data None evaluates nothing.
-        identity: plain facts about model, data and placement, kept in checkpoints so that no other run continues them.
-        devices: every device the model uses, the main one first.
-        save_lora: writes the LoRA file for users into a folder and returns its path.
-        runner: computes the microbatches, and knows the model and its copies.
-        compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
-        is_asked: whether somebody outside has asked for this since it was answered last.
-        samples: pictures to draw, or None.
-        ranks: the processes that train this job; the first one writes.
-        dtype: what the model computes in; None for the job's. float16 has its loss scaled.
-    """
+    """One run: a model with a LoRA, its data, and where it stands."""
 
     job: JobConfig
     family: ModelFamily
     variant: Variant
-    runner: Runner
+    runner: Runner  # computes the microbatches, and knows the model and its copies
     lora: LoraHandle
     schedule: NoiseSchedule
     train_data: CachedSamples
-    eval_data: CachedSamples | None
+    eval_data: CachedSamples | None  # None evaluates nothing
     order: BatchOrder
-    identity: dict[str, Any]
-    devices: tuple[torch.device, ...]
+    identity: dict[str, Any]  # plain facts of model, data and placement, so that no other run continues a checkpoint
+    devices: tuple[torch.device, ...]  # of the model, the main one first
     events: EventLog
-    save_lora: Callable[[Path], Path]
-    compiled: tuple[CompiledBlocks, ...] = ()
-    is_asked: Callable[[Request], bool] = lambda what: False
-    samples: Samples | None = None
-    ranks: Ranks = ALONE
-    dtype: torch.dtype | None = None
+    save_lora: Callable[[Path], Path]  # into a folder; returns the file
+    compiled: tuple[CompiledBlocks, ...] = ()  # torch compiles at the first batch of each shape
+    is_asked: Callable[[Request], bool] = lambda what: False  # whether somebody outside has, since the last answer
+    samples: Any = None  # pictures to draw, of sampling/sampler.py
+    ranks: Ranks = ALONE  # the first one writes
+    dtype: torch.dtype | None = None  # of computing; None for the job's. float16 has its loss scaled
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -310,7 +289,7 @@ class Trainer:
             return self._objective.weighted(self._objective.noisy(batch, quantiles, generator))
 
         def forward(batch: NoisyBatch) -> torch.Tensor:
-            loss = self._loss(batch, model, device) / count
+            loss = self._objective.loss(batch, model, device) / count
             if self._scale is not None:
                 loss.register_hook(self._scale.scaled)
             return loss
@@ -328,9 +307,6 @@ class Trainer:
         """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
         return bool(self.compiled) and self._first_run.setdefault(shapes, run) == run
 
-    def _loss(self, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
-        return self._objective.loss(batch, model, device)
-
     @torch.no_grad()
     @sound_attention()
     def evaluate(self) -> float:
@@ -345,7 +321,7 @@ class Trainer:
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._objective.noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._loss(replace(noisy, outside=None), model, device).item())
+                losses.append(self._objective.loss(replace(noisy, outside=None), model, device).item())
             return losses
 
         model.eval()

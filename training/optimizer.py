@@ -81,23 +81,15 @@ def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:
         )
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"optimizer {name!r} needs a package that is not installed ({error}); {_remedy(module)}"
-        ) from error
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"optimizer {name!r} cannot be imported ({error}); {_remedy(module)}") from error
+        package = module.partition(".")[0]
+        remedy = f'run: "{sys.executable}" -m pip install --upgrade {package.replace("_", "-")}'
+        if module not in _MODULES or package == "torch":  # which pip may not have, or in another build
+            remedy = f"install the package that {package} is of"
+        raise ValueError(f"optimizer {name!r} cannot be imported ({error}); {remedy}") from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ValueError(f"{name!r} is not a torch.optim.Optimizer class but {cls!r}")
     return cls
-
-
-def _remedy(module: str) -> str:
-    """How to get a module's package, or a newer one, for the Python that runs."""
-    package = module.partition(".")[0]
-    if module not in _MODULES or package == "torch":
-        return f"install the package that {package} is of"
-    return f'run: "{sys.executable}" -m pip install --upgrade {package.replace("_", "-")}'
 
 
 @dataclass
