@@ -126,43 +126,35 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
     ):  # fmt: skip
         (root / name).mkdir(parents=True, exist_ok=True)
     host.folder_names_and_paths["custom_nodes"] = ([str(root / "custom_nodes")], set())
+    utils, management = {"ProgressBar": _progress_bar(host)}, _model_management(host)
     modules = {
-        "comfy_api": ModuleType("comfy_api"), "comfy_api.v0_0_2": _api(), "comfy": ModuleType("comfy"),
-        "comfy.utils": _utils(host), "comfy.model_management": _model_management(host),
-        "comfy_execution": ModuleType("comfy_execution"), "comfy_execution.graph_utils": _graph_utils(),
-        "server": _server(host), "folder_paths": _folder_paths(host),
+        "comfy_api": {}, "comfy_api.v0_0_2": _api(), "comfy.utils": utils, "comfy.model_management": management,
+        "comfy": {}, "comfy_execution": {}, "comfy_execution.graph_utils": {"ExecutionBlocker": ExecutionBlocker},
+        "server": {"PromptServer": _prompt_server(host)}, "folder_paths": _folder_paths(host),
     }  # fmt: skip
     for name in [name for name in sys.modules if name.startswith("devicebridge.nodes")]:
         monkeypatch.delitem(sys.modules, name)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    modules["comfy"].utils = modules["comfy.utils"]  # type: ignore[attr-defined]
-    modules["comfy"].model_management = modules["comfy.model_management"]  # type: ignore[attr-defined]
+    for name, attributes in modules.items():
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        vars(module).update(attributes)
+    for part in ("utils", "model_management"):
+        setattr(sys.modules["comfy"], part, sys.modules[f"comfy.{part}"])
     return host
 
 
-def _api() -> ModuleType:
-    module = ModuleType("comfy_api.v0_0_2")
-    kinds = {"Combo": "COMBO", "String": "STRING", "Int": "INT", "Float": "FLOAT", "Boolean": "BOOLEAN"}
-    kinds |= {"AnyType": "*", "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP", "Model": "MODEL", "Image": "IMAGE"}
-    kinds |= {
-        "Clip": "CLIP", "ClipVision": "CLIP_VISION", "Vae": "VAE", "Latent": "LATENT", "Conditioning": "CONDITIONING",
+def _api() -> dict[str, Any]:
+    kinds = {
+        "Combo": "COMBO", "String": "STRING", "Int": "INT", "Float": "FLOAT", "Boolean": "BOOLEAN", "AnyType": "*",
+        "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP", "Model": "MODEL", "Image": "IMAGE", "Clip": "CLIP",
+        "ClipVision": "CLIP_VISION", "Vae": "VAE", "Latent": "LATENT", "Conditioning": "CONDITIONING",
     }  # fmt: skip
-    module.io = SimpleNamespace(  # type: ignore[attr-defined]
-        **{name: _socket_type(io_type) for name, io_type in kinds.items()},
-        Custom=_socket_type,
-        Schema=Schema,
-        NodeOutput=NodeOutput,
-        ComfyNode=ComfyNode,
-        Input=object,
-        Hidden=SimpleNamespace(unique_id="UNIQUE_ID", prompt="PROMPT"),
-    )
-    module.ComfyAPI = object  # type: ignore[attr-defined]
-    module.ComfyExtension = ComfyExtension  # type: ignore[attr-defined]
-    return module
+    own = {"Custom": _socket_type, "Schema": Schema, "NodeOutput": NodeOutput, "ComfyNode": ComfyNode, "Input": object}
+    own |= {name: _socket_type(io_type) for name, io_type in kinds.items()}
+    io = SimpleNamespace(**own, Hidden=SimpleNamespace(unique_id="UNIQUE_ID", prompt="PROMPT"))
+    return {"io": io, "ComfyAPI": object, "ComfyExtension": ComfyExtension}
 
 
-def _utils(host: FakeHost) -> ModuleType:
+def _progress_bar(host: FakeHost) -> type:
     class ProgressBar:
         """Raises when the user has cancelled, and forgets the request, as the host's does through its hook; drops what
         is less than it has shown, unless that is the last."""
@@ -182,55 +174,39 @@ def _utils(host: FakeHost) -> ModuleType:
             if preview is not None:
                 host.previews.append(preview)
 
-    module = ModuleType("comfy.utils")
-    module.ProgressBar = ProgressBar  # type: ignore[attr-defined]
-    return module
+    return ProgressBar
 
 
-def _model_management(host: FakeHost) -> ModuleType:
-    def interrupt(value: bool = True) -> None:
-        host.is_interrupted = value
-
-    module = ModuleType("comfy.model_management")
-    module.InterruptProcessingException = InterruptProcessingException  # type: ignore[attr-defined]
-    module.interrupt_current_processing = interrupt  # type: ignore[attr-defined]
-    module.processing_interrupted = lambda: host.is_interrupted  # type: ignore[attr-defined]
-    module.unload_all_models = lambda: host.calls.append("unload")  # type: ignore[attr-defined]
-    module.get_torch_device = lambda: host.gpus[0] if host.gpus else torch.device("cpu")  # type: ignore[attr-defined]
-    module.get_all_torch_devices = lambda: list(host.gpus)  # type: ignore[attr-defined]
-    module.is_device_cpu = lambda device: device.type == "cpu"  # type: ignore[attr-defined]
-    module.soft_empty_cache = lambda: host.calls.append("empty cache")  # type: ignore[attr-defined]
-    return module
+def _model_management(host: FakeHost) -> dict[str, Any]:
+    return {
+        "InterruptProcessingException": InterruptProcessingException,
+        "interrupt_current_processing": lambda value=True: setattr(host, "is_interrupted", value),
+        "processing_interrupted": lambda: host.is_interrupted,
+        "unload_all_models": lambda: host.calls.append("unload"),
+        "get_torch_device": lambda: host.gpus[0] if host.gpus else torch.device("cpu"),
+        "get_all_torch_devices": lambda: list(host.gpus),
+        "is_device_cpu": lambda device: device.type == "cpu",
+        "soft_empty_cache": lambda: host.calls.append("empty cache"),
+    }
 
 
-def _graph_utils() -> ModuleType:
-    class ExecutionBlocker:
-        def __init__(self, message: str | None) -> None:
-            self.message = message
-
-    module = ModuleType("comfy_execution.graph_utils")
-    module.ExecutionBlocker = ExecutionBlocker  # type: ignore[attr-defined]
-    return module
+@dataclass
+class ExecutionBlocker:
+    message: str | None
 
 
-def _server(host: FakeHost) -> ModuleType:
-    module = ModuleType("server")
+def _prompt_server(host: FakeHost) -> Any:
+    def send_progress_text(text: str, node_id: str) -> None:
+        host.texts.append(text)
 
-    class PromptServer:
-        client_id = "browser"
+    def send_sync(event: str, data: dict[str, Any], sid: str | None = None) -> None:
+        host.messages.append((event, data))
 
-        def send_progress_text(self, text: str, node_id: str) -> None:
-            host.texts.append(text)
-
-        def send_sync(self, event: str, data: dict[str, Any], sid: str | None = None) -> None:
-            host.messages.append((event, data))
-
-    PromptServer.instance = PromptServer()  # type: ignore[attr-defined]
-    module.PromptServer = PromptServer  # type: ignore[attr-defined]
-    return module
+    own = {"client_id": "browser", "send_progress_text": send_progress_text, "send_sync": send_sync}
+    return SimpleNamespace(instance=SimpleNamespace(**own))
 
 
-def _folder_paths(host: FakeHost) -> ModuleType:
+def _folder_paths(host: FakeHost) -> dict[str, Any]:
     def names(folder_name: str) -> list[str]:
         base = host.root / "models" / folder_name
         return sorted(path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file())
@@ -239,14 +215,10 @@ def _folder_paths(host: FakeHost) -> ModuleType:
         path = host.root / "models" / folder_name / filename
         return str(path) if path.is_file() else None
 
-    module = ModuleType("folder_paths")
-    module.get_filename_list = names  # type: ignore[attr-defined]
-    module.get_full_path = full_path  # type: ignore[attr-defined]
-    module.get_folder_paths = lambda folder_name: [str(host.root / "models" / folder_name)]  # type: ignore[attr-defined]
-    module.get_input_directory = lambda: str(host.root / "input")  # type: ignore[attr-defined]
-    module.get_output_directory = lambda: str(host.root / "output")  # type: ignore[attr-defined]
-    module.get_temp_directory = lambda: str(host.root / "temp")  # type: ignore[attr-defined]
-    module.get_user_directory = lambda: str(host.root / "user")  # type: ignore[attr-defined]
-    module.models_dir = str(host.root / "models")  # type: ignore[attr-defined]
-    module.folder_names_and_paths = host.folder_names_and_paths  # type: ignore[attr-defined]
-    return module
+    kinds = ("input", "output", "temp", "user")
+    return {
+        **{f"get_{kind}_directory": lambda kind=kind: str(host.root / kind) for kind in kinds},
+        "get_filename_list": names, "get_full_path": full_path,
+        "get_folder_paths": lambda folder_name: [str(host.root / "models" / folder_name)],
+        "models_dir": str(host.root / "models"), "folder_names_and_paths": host.folder_names_and_paths,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page for a new user, for a keyboard, a screen reader, light and dark; a folder of images; what it costs."""
+"""The page for a new user, for a keyboard, a screen reader, light and dark; a folder of images; what it asks."""
 
 import json
 import os
@@ -28,7 +28,6 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.comfy
 
 TEMPLATE = "train_a_LoRA_over_two_GPUs"
-MOST_OF_A_CORE = 0.02
 _NAMELESS = re.compile(r"^\s*- (button|link|checkbox|slider|textbox|combobox|img|group|region|progressbar)(:|$| \[)")
 
 
@@ -429,58 +428,17 @@ def test_a_run_of_elsewhere_is_resumed_by_whoever_has_seen_its_folders(chromium,
 
 
 @pytest.mark.long
-def test_while_training_the_page_asks_for_nothing_again_and_again_and_computes_little(
-    chromium: str, server: Server, settings: None, tmp_path: Path
-) -> None:
-    """Two steps a second, with the tab open. The browser's own profiler counts what our modules compute; styles and
-    layout count in full, whoever made them necessary."""
+def test_while_training_the_page_asks_for_nothing_again_and_again(chromium, server, settings, tmp_path):
+    """Two steps a second, with the tab open."""
     seconds = 12
     with _full_panel(server, "costly") as run, open_page(chromium, server, tmp_path / "profile") as page:
         _open_all(page, "costly")
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        session = page.context.new_cdp_session(page)
-        session.send("Profiler.enable")
-        session.send("Profiler.setSamplingInterval", {"interval": 200})
-        session.send("Performance.enable")
-        laid_out = _layout_s(session)
-        session.send("Profiler.start")
         for step in range(60, 60 + 2 * seconds):
-            _tell(
-                run,
-                [
-                    _step(step),
-                    {"kind": "memory", "host": {"allocated": 3.9, "peak": 4.4 + step / 1e3, "reserved": 4.6}},
-                ],
-            )
+            memory = {"allocated": 3.9, "peak": 4.4 + step / 1e3, "reserved": 4.6}
+            _tell(run, [_step(step), {"kind": "memory", "host": memory}])
             page.wait_for_timeout(500)
-        profile = session.send("Profiler.stop")["profile"]
-        laid_out = (_layout_s(session) - laid_out) * 1e6 / (profile["endTime"] - profile["startTime"])
-        share = _share_of(profile, "/extensions/devicebridge/")
         page.locator('.db-panel dd[data-fact="Step"]', has_text="83 of 100").wait_for()
-    print(f"our modules: {100 * share:.2f} % of a core, styles and layout of the page: {100 * laid_out:.2f} %")
-    assert share > 0 and share + laid_out <= MOST_OF_A_CORE
     ours = [url for url in asked if "/devicebridge/" in url]
     assert len(ours) <= seconds / 5 + 1, ours
-
-
-def _layout_s(session: Any) -> float:
-    found = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
-    return found["LayoutDuration"] + found["RecalcStyleDuration"]
-
-
-def _share_of(profile: dict[str, Any], place: str) -> float:
-    """Time in functions of scripts of this place and in what they call, over all time."""
-    nodes = {node["id"]: node for node in profile["nodes"]}
-    ours: set[int] = set()
-
-    def mark(node: dict[str, Any], inside: bool) -> None:
-        inside = inside or place in node["callFrame"]["url"]
-        if inside:
-            ours.add(node["id"])
-        for child in node.get("children", ()):
-            mark(nodes[child], inside)
-
-    mark(profile["nodes"][0], False)
-    spent = zip(profile["samples"], profile["timeDeltas"], strict=True)
-    return sum(delta for sample, delta in spent if sample in ours) / (profile["endTime"] - profile["startTime"])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -209,13 +208,6 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     return [event for event in _read_events(folder) if event["kind"] == "step"]
 
 
-def test_resume_with_other_settings_is_refused_and_names_them(server: Server, graph: Any) -> None:
-    server.succeed(graph(name="changed", steps=2))
-    finished = server.run(graph(name="changed", steps=2, learning_rate=0.5, resume=True))
-    assert finished.status == "error"
-    assert "learning_rate of Train LoRA Across GPUs: 0.01 -> 0.5" in finished.error
-
-
 def test_the_same_graph_run_again_gives_its_lora_and_a_changed_one_a_new_run(server: Server, graph: Any) -> None:
     first = server.succeed(graph(name="again", steps=2))
     server.empty_cache()
@@ -241,18 +233,6 @@ def _edited(folder: Path, values: dict[str, Any]) -> Path:
     workflow = folder / "workflow.json"
     workflow.write_text(json.dumps(set_values(read_workflow(EXAMPLE), values)), encoding="utf-8")
     return workflow
-
-
-@pytest.mark.usefixtures("_comfy_cli")
-def test_comfy_cli_runs_the_example(server: Server, pipeline: Path, dataset: Path, tmp_path: Path) -> None:
-    values = _settings(pipeline, dataset, name="by_cli", steps=2)
-    workflow = _edited(tmp_path, values)
-    command = ["comfy", "--skip-prompt", "run", "--wait", "--json", "--workflow", str(workflow), "--timeout", "240"]
-    command += ["--host", "127.0.0.1", "--port", str(server.port)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout
-    assert "by_cli.safetensors" in done.stdout
-    assert (_run_folder(server, "by_cli") / "by_cli.safetensors").is_file()
 
 
 @pytest.mark.usefixtures("_comfy_cli")

@@ -7,10 +7,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
@@ -98,19 +98,36 @@ def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _install_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> Path:
-    program = tmp_path / "bin" / "comfy"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(FAKE_CLIENT.format(python=sys.executable, ending=textwrap.dedent(ending)))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(headless, "find_comfy_cli", lambda: program)
-    return program.parent
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes a client that ends so; the command of it, beside a workflow."""
+    if os.name == "nt":
+        pytest.skip("the make-believe client is a script with a shebang")
+    (program := tmp_path / "bin" / "comfy").parent.mkdir()
+    (tmp_path / "workflow.json").write_text(
+        json.dumps({"3": {"class_type": "Train", "inputs": {"steps": 5, "model": ["1", 0]}}})
+    )
+
+    def install(ending: str) -> Path:
+        program.write_text(FAKE_CLIENT.format(python=sys.executable, ending=ending))
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(headless, "find_comfy_cli", lambda: program)
+        return program
+
+    return install
 
 
-def _workflow(tmp_path: Path) -> Path:
-    path = tmp_path / "workflow.json"
-    path.write_text(json.dumps({"3": {"class_type": "Train", "inputs": {"steps": 5, "model": ["1", 0]}}}))
-    return path
+@pytest.fixture
+def run(tmp_path: Path, comfyui: Path, install: Any) -> Callable[..., headless.RunResult]:
+    """Runs the workflow with a client that ends so; the server is gone afterwards."""
+
+    def run(ending: str, **how: Any) -> headless.RunResult:
+        install(ending)
+        result = headless.run_workflow(tmp_path / "workflow.json", comfyui=comfyui, **how)
+        assert not _is_alive(comfyui / "server.pid")
+        return result
+
+    return run
 
 
 def _is_alive(pid_file: Path) -> bool:
@@ -121,14 +138,13 @@ def _is_alive(pid_file: Path) -> bool:
     return True
 
 
-posix_only = pytest.mark.skipif(os.name == "nt", reason="the make-believe client is a script with a shebang")
+def _arguments(comfyui: Path) -> list[str]:
+    return json.loads((comfyui / "arguments.json").read_text(encoding="utf-8"))
 
 
-@posix_only
-def test_a_run_reports_progress_and_outputs_and_stops_the_server(tmp_path, comfyui, monkeypatch):
-    bin_folder = _install_client(tmp_path, monkeypatch, SUCCEEDS)
+def test_a_run_reports_progress_and_outputs_and_stops_the_server(tmp_path, comfyui, run):
     lines: list[str] = []
-    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=lines.append)
+    result = run(SUCCEEDS, on_progress=lines.append, server_arguments=["--disable-api-nodes"])
     assert (result.exit_code, result.message) == (0, "")
     assert result.outputs == [comfyui / "output" / "sub" / "x.png"]
     told = [line for line in lines if "split: " in line]
@@ -136,16 +152,18 @@ def test_a_run_reports_progress_and_outputs_and_stops_the_server(tmp_path, comfy
     rest = [line for line in lines if "split: " not in line]
     assert rest == [f"starting ComfyUI in {comfyui}", "Train", "Train 1/3", "Train 3/3"]
     assert result.log is None
-    assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 5
-    assert {"--wait", "--skip-prompt", "--json"} <= set(json.loads((bin_folder / "client.json").read_text()))
-    assert not _is_alive(comfyui / "server.pid")
+    assert json.loads((tmp_path / "bin" / "workflow.json").read_text())["3"]["inputs"]["steps"] == 5
+    assert {"--wait", "--skip-prompt", "--json"} <= set(json.loads((tmp_path / "bin" / "client.json").read_text()))
     assert not (comfyui / "interrupted").exists()
+    arguments = _arguments(comfyui)
+    assert {"--cpu", "--extra-model-paths-config", "--disable-auto-launch", "--disable-api-nodes"} <= set(arguments)
+    assert arguments[arguments.index("--listen") + 1] == "127.0.0.1"
+    assert "--base-directory" not in arguments, "models and outputs are the user's own"
 
 
-@posix_only
-def test_the_command_sets_values_and_hands_on_folder_and_flags(tmp_path, comfyui, monkeypatch, capsys):
-    bin_folder, base = _install_client(tmp_path, monkeypatch, SUCCEEDS), tmp_path / "data"
-    command = ["run", str(_workflow(tmp_path)), "--comfyui", str(comfyui), "--base-directory", str(base)]
+def test_the_command_sets_values_and_hands_on_folder_and_flags(tmp_path, comfyui, install, capsys):
+    bin_folder, base = install(SUCCEEDS).parent, tmp_path / "data"
+    command = ["run", str(tmp_path / "workflow.json"), "--comfyui", str(comfyui), "--base-directory", str(base)]
     command += ["--set", "Train.steps=7", "--set", "3.name=cat", "--", "--lowvram", "--reserve-vram", "2"]
     assert main(command) == 2, "the node has no such input"
     error = capsys.readouterr().err
@@ -153,7 +171,7 @@ def test_the_command_sets_values_and_hands_on_folder_and_flags(tmp_path, comfyui
     command[command.index("3.name=cat")] = "3.steps=8"
     assert main(command) == 0
     assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 8
-    arguments = json.loads((comfyui / "arguments.json").read_text())
+    arguments = _arguments(comfyui)
     assert arguments[arguments.index("--base-directory") + 1] == str(base)
     assert arguments[-3:] == ["--lowvram", "--reserve-vram", "2"]
     assert capsys.readouterr().out.splitlines()[-1] == str(base / "output" / "sub" / "x.png")
@@ -170,31 +188,15 @@ def test_values_are_json_where_they_can_be() -> None:
     assert [parse_setting(text)[1] for text in texts] == [3, 0.5, True, "cat", "", "3"]
 
 
-@posix_only
-def test_the_server_gets_the_pack_the_cpu_and_nothing_of_the_users(tmp_path, comfyui, monkeypatch):
-    _install_client(tmp_path, monkeypatch, SUCCEEDS)
-    headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, server_arguments=["--disable-api-nodes"])
-    arguments = json.loads((comfyui / "arguments.json").read_text())
-    assert {"--cpu", "--extra-model-paths-config", "--disable-auto-launch", "--disable-api-nodes"} <= set(arguments)
-    assert arguments[arguments.index("--listen") + 1] == "127.0.0.1"
-    assert "--base-directory" not in arguments, "models and outputs are the user's own"
-
-
-@posix_only
-def test_an_error_passes_on_its_exit_code_and_says_which_node(tmp_path, comfyui, monkeypatch):
-    _install_client(tmp_path, monkeypatch, FAILS)
-    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+def test_an_error_passes_on_its_exit_code_and_says_which_node(run):
+    result = run(FAILS)
     assert result.exit_code == 1
     assert result.message == "Workflow has 1 validation error(s)\nnode 5 Loader Value not in list model: 'x'"
     assert result.log is not None and "split: it is tight" in result.log.read_text()
-    assert not _is_alive(comfyui / "server.pid")
 
 
-@posix_only
-def test_a_refusal_names_every_error_once_and_the_missing_pack(tmp_path, comfyui, monkeypatch):
-    _install_client(tmp_path, monkeypatch, REFUSES)
-    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
-    *lines, pack = result.message.splitlines()
+def test_a_refusal_names_every_error_once_and_the_missing_pack(run):
+    *lines, pack = run(REFUSES).message.splitlines()
     assert lines == [
         "Workflow has 2 validation error(s) against server",
         "node 7 class_type 'DeviceBridgeSplitModel' not found in object_info "
@@ -202,8 +204,7 @@ def test_a_refusal_names_every_error_once_and_the_missing_pack(tmp_path, comfyui
         "node 8 'x' is not an option of model",
         "ask the server",
     ]
-    assert "custom_nodes" in pack
-    assert str(server.ROOT) in pack
+    assert "custom_nodes" in pack and str(server.ROOT) in pack
 
 
 def test_what_the_server_itself_refuses_is_listed_error_by_error() -> None:
@@ -231,15 +232,11 @@ def test_lines_of_the_split_are_told_from_others(tmp_path: Path, line: str, told
     assert said == list(filter(None, [told]))
 
 
-@posix_only
-def test_a_timeout_cancels_the_prompt_before_the_server_stops(tmp_path, comfyui, monkeypatch):
-    _install_client(tmp_path, monkeypatch, HANGS)
-    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, timeout_s=1.0)
-    assert result.exit_code == 124
-    assert result.message == "cancelled: not done after 1 s"
+def test_a_timeout_cancels_the_prompt_before_the_server_stops(comfyui, run):
+    result = run(HANGS, timeout_s=1.0)
+    assert (result.exit_code, result.message) == (124, "cancelled: not done after 1 s")
     assert (comfyui / "interrupted").read_text() == "/interrupt"
     assert result.log is not None and result.log.is_file()
-    assert not _is_alive(comfyui / "server.pid")
 
 
 COMMAND = """
@@ -254,11 +251,10 @@ sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
 
 
 @pytest.fixture
-def started(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def started(tmp_path: Path, comfyui: Path, install: Any) -> Iterator[subprocess.Popen[str]]:
     """`devicebridge run` in a process of its own, waiting for a workflow that hangs."""
-    program = _install_client(tmp_path, monkeypatch, HANGS) / "comfy"
-    command = [sys.executable, "-u", "-c", COMMAND, str(server.ROOT / "bootstrap.py"), str(program)]
-    command += [str(_workflow(tmp_path)), str(comfyui)]
+    command = [sys.executable, "-u", "-c", COMMAND, str(server.ROOT / "bootstrap.py"), str(install(HANGS))]
+    command += [str(tmp_path / "workflow.json"), str(comfyui)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any(line == "Train 3/3\n" for line in process.stdout)
@@ -273,7 +269,6 @@ def _until(is_so: Callable[[], bool]) -> bool:
     return is_so()
 
 
-@posix_only
 @pytest.mark.parametrize(
     "name", ["SIGINT", *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGHUP"))]
 )
@@ -293,7 +288,6 @@ def test_a_signal_cancels_the_prompt_and_ends_what_was_started(tmp_path, comfyui
     assert not _is_alive(comfyui / "server.pid") and not _is_alive(tmp_path / "bin" / "client.pid")
 
 
-@posix_only
 @pytest.mark.long
 def test_a_second_ctrl_c_ends_a_run_at_once_with_one_line(comfyui: Path, started: subprocess.Popen[str]) -> None:
     (comfyui / "saving").touch()
@@ -305,7 +299,6 @@ def test_a_second_ctrl_c_ends_a_run_at_once_with_one_line(comfyui: Path, started
     assert not _is_alive(comfyui / "server.pid")
 
 
-@posix_only
 def test_a_killed_run_leaves_neither_server_nor_client(tmp_path, comfyui, started):
     started.kill()
     started.wait()
@@ -313,15 +306,13 @@ def test_a_killed_run_leaves_neither_server_nor_client(tmp_path, comfyui, starte
         assert _until(lambda pid_file=pid_file: not _is_alive(pid_file)), pid_file  # type: ignore[misc]
 
 
-@posix_only
-def test_a_server_that_does_not_start_says_why(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install_client(tmp_path, monkeypatch, SUCCEEDS)
+def test_a_server_that_does_not_start_says_why(tmp_path, comfyui, run):
     (comfyui / "broken").touch()
     with pytest.raises(RuntimeError, match=f"its log is {tmp_path}.*\n(.*\n)*.*no module named aiohttp"):
-        headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+        run(SUCCEEDS)
 
 
-def test_without_comfyui_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_comfyui_or_comfy_cli_it_says_how_to_get_one(monkeypatch, tmp_path):
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     monkeypatch.setattr(server, "_ask_comfy_cli", lambda: None)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
@@ -329,9 +320,6 @@ def test_without_comfyui_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch,
         server.find_comfyui()
     with pytest.raises(RuntimeError, match=str(tmp_path / "nowhere")):
         server.find_comfyui(tmp_path / "nowhere")
-
-
-def test_without_comfy_cli_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.shutil, "which", lambda name, path=None: None)
     with pytest.raises(RuntimeError, match="pip install comfy-cli"):
         server.find_comfy_cli()
