@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -39,18 +40,15 @@ class FolderConfig:
 
     Args:
         path: Folder of images and clips, each with a caption of the same name (.txt) and, if wanted, name_mask.png.
-        repeats: How often each image or clip of this folder is used per epoch. Matters when folders of different size
-            are mixed.
-        loss_weight: Factor of the loss of this folder's images and clips. Below 1 for regularisation images, such as
-            0.5.
+        repeats: How often each image or clip of this folder is used per epoch. Matters with several folders.
+        loss_weight: Factor of the loss of this folder's images and clips, such as 0.5 for regularisation images.
         regularisation: Whether these are images of the class in general, such as other people, so that the model does
             not forget it (prior preservation). Their captions get no trigger word.
         resolutions: Sizes in pixels, as data.resolutions. Left out: those of the dataset.
         caption: Caption of images and clips of this folder that have no caption file, such as: a photo of a person.
         caption_template: As data.caption_template. Left out: the dataset's.
-        references: Folders with pictures that images of this folder were made from, as an edit model is given them.
-            Each has the name of its image, or that name with _1, _2 and so on behind it. With several folders each has
-            one or more. With data.condition.
+        references: Folders with pictures that images of this folder were made from, under the names of these, or with
+            _1, _2 and so on behind them. Of several folders each has one or more. With data.condition.
         control: Folder with clips or images that show what those of this folder follow, such as depth or poses, under
             the same names and with as many frames. With data.condition.
     """
@@ -81,10 +79,8 @@ class DataConfig:
         max_aspect_ratio: Longest side over shortest side; images beyond it are cropped to it.
         bucket_step: Sides become multiples of this many pixels. Left out: the smallest that the model allows. A larger
             step puts images of different shape into one batch, at the price of more cropping.
-        caption_dropout: Probability that a sample is trained with the empty caption. 0.05 to 0.1 helps a LoRA that is
-            used with guidance.
-        caption_lines: Whether each line of a caption is a caption of its own, of which one is drawn each time. Else a
-            caption may have several lines.
+        caption_dropout: Probability that a sample is trained with the empty caption. 0.05 to 0.1 helps with guidance.
+        caption_lines: Whether each line of a caption is a caption of its own, of which one is drawn each time.
         shuffle_tags: Whether tags, which stand between commas, are trained in changing order.
         keep_tags: So many first tags keep their place and are never dropped. A trigger word that is put in front is not
             counted. Where a caption has |||, what stands before it is kept instead, and what stands behind a second.
@@ -92,13 +88,11 @@ class DataConfig:
         tag_variants: So many texts are made of each caption ahead, and one of them is drawn each time. More are more
             varied, and take as much more encoding time and disk. With shuffle_tags or tag_dropout.
         use_masks: Weigh the loss by name_mask.png (white counts, black does not) where that file exists.
-        frames: Lengths in frames that clips may be cut to, such as 1, 33, 81. Each gets the longest that fits. 1 is for
-            images, and alone takes one frame of every clip. Left out: the model's. Matters with clips, and decides the
-            memory of a step. Wan takes 4n + 1. A clip that is too short is refused.
-        fps: Frames per second that are taken from a clip; source takes every frame there is. Left out: what the model
-            was trained on. Matters with clips.
-        window: Which part of a longer clip: its start, its centre, or several parts spread evenly (uniform), each a
-            sample with the same caption. Matters with clips.
+        frames: Lengths in frames that clips may be cut to, such as 1, 33, 81: each gets the longest that fits, and a
+            shorter one is refused. 1 is for images. Left out: the model's. Decides the memory of a step. Wan takes 4n +
+            1.
+        fps: Frames per second that are taken from clips; source takes all. Left out: what the model was trained on.
+        window: Part of a longer clip: its start, its centre, or several spread evenly (uniform), each a sample.
         num_windows: Parts per clip. Above 1 with window uniform only.
         seconds: Length of the parts that window cuts of sounds that are trained alone; shorter ones stay whole. Left
             out: all of each, up to 600. Decides the memory of a step.
@@ -112,8 +106,7 @@ class DataConfig:
             of that kind. reference, kontext, qwen-image-edit, qwen-image-edit-plus and z-image-omni take the
             references of a folder; vace, fun-control and fun-control-2.2 take its control; first-frame takes the first
             frame of each clip. Left out: nothing.
-        reference_megapixels: Size that condition reference scales each picture to. Other kinds have sizes of their
-            own. More takes memory and time.
+        reference_megapixels: Size that condition reference scales each picture to; other kinds have their own.
     """
 
     folders: tuple[FolderConfig, ...] = ()
@@ -164,11 +157,11 @@ class DataConfig:
             raise ValueError("caption_dropout needs the empty caption's states, which data.encoded has not; use 0")
         if self.encoded and self.condition:
             raise ValueError("condition is for images; what arrived encoded has its conditions in its CONDITIONING")
-        given = [
-            f"{key} of {each.path}" for each in self.folders for key in ("references", "control") if vars(each)[key]
-        ]
-        if given and not self.condition:
-            raise ValueError(f"{given[0]} is set, but no condition says how the model is given it; set condition")
+        for folder, key in itertools.product(self.folders, ("references", "control")):
+            if vars(folder)[key] and not self.condition:
+                raise ValueError(
+                    f"{key} of {folder.path} needs condition, which says how the model is given it; set it"
+                )
         if (self.window == "uniform") != (self.num_windows > 1):
             raise ValueError('num_windows above 1 belongs to window = "uniform", and uniform needs it')
 
@@ -178,40 +171,31 @@ class CacheConfig:
     """Captions and latents computed once.
 
     Args:
-        folder: Folder that keeps encoded captions and images. One may serve any number of models and datasets. Left
-            out: the run folder.
-        text_encoders: Folder that holds the text_encoder and tokenizer folders. Left out: the model folder, which a
-            single file lacks.
+        folder: Folder of encoded captions and images, for any number of models and datasets. Left out: the run folder.
+        text_encoders: Folder of the folders text_encoder and tokenizer. Left out: the model folder; a file has none.
         vae: VAE folder or file. Left out: the model folder, which a single file lacks.
-        text_device: Where the text encoder runs. auto picks by size and says why in the log. cpu is slow but always has
-            room; cuda:0 holds all of it on that card. stream passes its layers through a card that could not hold it,
-            many captions at a time.
+        text_device: Where the text encoder runs. auto picks by size, and the log says why. cpu is slow and always has
+            room; cuda:0 holds all of it there; stream passes its layers through a card that could not hold it.
         text_window_gb: The most decimal GB of its card that a streamed text encoder may take. Left out: what is free.
             With text_device stream or auto. More allows more captions per pass; FLUX.2-dev's encoder needs about 4.
         vae_device: Device of the VAE, such as cuda:0. Left out: the model's first device.
-        dtype: Number type that text encoder and VAE compute in. Latents are stored in float32. Some VAEs give black
-            images in float16.
-        text_quantize: Holds the text encoder's linear layers in 8 bits: about half the memory, no speed. Choose it when
-            the encoder does not fit its device otherwise; FLUX.2-dev's takes about 18 instead of 35 GB. int8 is the
-            more exact. On the CPU a caption takes longer, with fp8 much longer.
+        dtype: Number type that text encoder and VAE compute in. Some VAEs give black images in float16.
+        text_quantize: Holds the text encoder's linear layers in 8 bits: half the memory (FLUX.2-dev's 18 instead of 35
+            GB), no speed. int8 is the more exact. On the CPU a caption takes longer, with fp8 much longer.
         text_source: Name of the CLIP of ComfyUI that encoded the captions, as Cache Captions and Latents shows it. Left
             out: the model's own text encoders. What is missing in the cache can be computed in ComfyUI only.
-        latent_source: Name of the VAE of ComfyUI that encoded the images, shown likewise. Left out: the model's own
-            VAE.
-        stock_clip: Files of ComfyUI's text encoders that encode the captions, as its CLIP loaders take them: names in
-            models/text_encoders, or full paths. With family comfyui a checkpoint that holds them needs none. Needs a
-            ComfyUI on this machine.
-        stock_clip_type: What ComfyUI's CLIP loader calls type, such as flux2, qwen_image or lumina2. Matters with
-            stock_clip.
+        latent_source: Name of ComfyUI's VAE that encoded the images, shown likewise. Left out: the model's own VAE.
+        stock_clip: Files of ComfyUI's text encoders that encode the captions: names in models/text_encoders, or full
+            paths. With family comfyui a checkpoint that holds them needs none. Needs a ComfyUI on this machine.
+        stock_clip_type: The type that ComfyUI's CLIP loader takes for stock_clip, such as flux2, qwen_image or lumina2.
         stock_vae: File of ComfyUI's VAE that encodes the images: a name in models/vae, or a full path. With family
             comfyui a checkpoint that holds one needs none. Needs a ComfyUI on this machine.
         stock_audio_vae: File of ComfyUI's VAE that encodes the sound of clips, for models that make video with sound
             (LTX-2, MiniMax H3): a name in models/vae or models/checkpoints, or a full path. Left out: clips are trained
             without their sound. A model of sound alone takes stock_vae.
         audio_source: Name of the VAE that did.
-        stock_vision: File of ComfyUI's CLIP vision model that looks at first frames or references: a name in
-            models/clip_vision, or a full path. Wan 2.1's image-to-video and Fun Control need one. With data.condition
-            first-frame, fun-control or z-image-omni.
+        stock_vision: File of ComfyUI's CLIP vision model for first frames or references: a name in models/clip_vision,
+            or a full path. Wan 2.1's image-to-video and Fun Control need one. With data.condition.
         vision_source: Name of the CLIP vision model that did, as Cache Captions and Latents shows it.
         caption_weights: Whether captions and sample prompts have the syntax of ComfyUI's prompts, where (word) and
             (word:1.3) weigh words. Else every character is taken as it stands. Matters with ComfyUI's text encoders.
@@ -272,14 +256,11 @@ class EvaluationConfig:
     """Loss on held-out images, at fixed timestep quantiles and with fixed noise.
 
     Args:
-        folder: Folder of images kept out of training, on which the loss is measured before and after. Without one
-            nothing is measured.
-        every_steps: Also measure every so many steps; 0 only before and after. Matters with an evaluation folder, and
-            takes time.
+        folder: Folder of images kept out of training, whose loss is measured before and after.
+        every_steps: Also measure every so many steps; 0 only before and after. Takes time.
         quantiles: Quantiles of the noise levels that the loss is measured at.
         seed: Start of the noise that evaluation adds.
-        references: Folders with the references of these images, as those of a dataset folder. With an evaluation folder
-            and data.condition.
+        references: Folders with references of these images, as those of a dataset folder. With data.condition.
         control: Folder with what these clips or images follow, likewise.
     """
 
@@ -291,11 +272,9 @@ class EvaluationConfig:
     control: PathText = ""
 
     def __post_init__(self) -> None:
-        given = [key for key in ("references", "control") if vars(self)[key]]
-        if given and not self.folder:
-            raise ValueError(
-                f"evaluation.{given[0]} belongs to the images of evaluation.folder, and there is none; set it"
-            )
+        for key in ("references", "control"):
+            if vars(self)[key] and not self.folder:
+                raise ValueError(f"evaluation.{key} belongs to the images of evaluation.folder; set that")
 
     @property
     def folders(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..system.files import read_ordinary, write_atomically
@@ -77,84 +77,57 @@ class JobConfig:
             yield f"objective.masked_prior = {self.objective.masked_prior:g}", ("none", "data")
 
     def __post_init__(self) -> None:
-        self._check_text_encoder()
-        for asked, known in self.limits:
-            if self.parallel.requested not in (None, *known):
-                raise ValueError(
-                    f"{asked} is trained with parallel.strategy {' or '.join(known)}, and it is "
-                    f'"{self.parallel.requested}"; set it to "auto", or remove {asked.partition(" ")[0]}'
-                )
-        if self.objective.masked_prior and self.train.compile != "off":
-            raise ValueError(
-                "objective.masked_prior computes each block without the LoRA, too, and compiled blocks are not made "
-                'for that; set train.compile to "off", or remove it'
-            )
-        if self.data.condition and self.model.family != COMFYUI:
-            raise ValueError(
-                "data.condition is made by ComfyUI's nodes, for a model of ComfyUI's own; set model.family = "
-                f'"{COMFYUI}", or remove it'
-            )
-        for key in ("references", "control"):
-            if vars(self.evaluation)[key] and not self.data.condition:
-                raise ValueError(f"evaluation.{key} needs data.condition, which says how the model is given it; set it")
-        for name, value in (("evaluation.folder", self.evaluation.folder), ("samples.prompts", self.samples.prompts)):
-            if self.data.encoded and value:
-                raise ValueError(f"{name} would be encoded, but a job on data.encoded has no encoders; remove it")
-        if self.model.second_expert and self.split.balance == "manual":
-            raise ValueError(
-                'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
-                "its own; remove one of the two"
-            )
-        strategy = self.parallel.requested
-        if strategy and self.split.balance != "memory" and holds_copies(strategy):
-            raise ValueError(
-                f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
-                f'"{strategy}" puts all of it on every device; remove one of the two'
-            )
+        if fault := next(self._contradictions(), ""):
+            raise ValueError(fault)
         if self.optimizer.kahan:  # of two numbers in bfloat16 a weight took the memory of one in float32
             object.__setattr__(self, "lora", dataclasses.replace(self.lora, dtype="float32"))
-        encoders = ("text_source", "latent_source", "stock_clip", "stock_vae", "stock_audio_vae", "stock_vision")
-        if self.data.encoded and (given := [name for name in encoders if getattr(self.cache, name)]):
-            raise ValueError(f"cache.{given[0]} is for images; data.encoded is encoded already; remove one of the two")
 
-    def _check_text_encoder(self) -> None:
-        """Raises: ValueError for what goes with no LoRA on text encoders, saying what does."""
-        if not self.lora.text_encoder:
-            if self.optimizer.text_encoder_learning_rate:
-                raise ValueError("optimizer.text_encoder_learning_rate needs lora.text_encoder = true; set it")
-            return
-        if self.model.family != COMFYUI:
-            raise ValueError(
-                "lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, as ComfyUI builds them; set model.family "
-                f'= "{COMFYUI}" for one of these, or remove lora.text_encoder'
-            )
-        strategy, named, count = self.parallel.strategy, self.parallel.requested, self.parallel.processes
-        faults = {
-            f'parallel.strategy = "{strategy}" has copies or stages, of which each would need the text encoders; set '
-            'it to "none", which also splits the blocks over several GPUs': named not in (None, "none"),
-            f"parallel.processes = {count} asks for processes that would each need the text encoders; set it to 1": (
-                count > 1
-            ),
-            "data.encoded holds captions that are encoded already; give folders of images in data.folders": bool(
-                self.data.encoded
-            ),
-            f'data.condition = "{self.data.condition}" is encoded with captions; remove it': bool(self.data.condition),
-        }
-        if fault := next((text for text, is_asked in faults.items() if is_asked), ""):
-            raise ValueError(
-                f"lora.text_encoder encodes captions in every step, but {fault}, or remove lora.text_encoder"
-            )
+    def _contradictions(self) -> Iterator[str]:
+        """Settings of several sections that do not go together, with what does."""
+        data, strategy, balance = self.data, self.parallel.requested, self.split.balance
+        for key, known in self.limits:
+            if strategy not in (None, *known):
+                found = f'{key} is trained with parallel.strategy {" or ".join(known)}, and it is "{strategy}"'
+                yield f'{found}; set it to "auto", or remove {key.partition(" ")[0]}'
+        if self.lora.text_encoder:
+            if self.model.family != COMFYUI:
+                found = "lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, as ComfyUI builds them"
+                yield f'{found}; set model.family = "{COMFYUI}" for one of these, or remove lora.text_encoder'
+            found = "lora.text_encoder encodes captions in every step, but"
+            if self.parallel.processes > 1:
+                yield f"{found} parallel.processes = {self.parallel.processes} would each hold encoders; set it to 1"
+            if data.encoded:
+                yield f"{found} data.encoded holds captions that are encoded already; give folders of images instead"
+            if data.condition:
+                yield f'{found} data.condition = "{data.condition}" is encoded with captions; remove one of the two'
+        elif self.optimizer.text_encoder_learning_rate:
+            yield "optimizer.text_encoder_learning_rate needs lora.text_encoder = true; set it"
+        if self.objective.masked_prior and self.train.compile != "off":
+            found = "objective.masked_prior computes blocks without the LoRA, too, for which none is compiled"
+            yield f'{found}; set train.compile to "off", or remove it'
+        if data.condition and self.model.family != COMFYUI:
+            yield f'data.condition is for a model of ComfyUI\'s own; set model.family = "{COMFYUI}", or remove it'
+        for key in ("references", "control"):
+            if vars(self.evaluation)[key] and not data.condition:
+                yield f"evaluation.{key} needs data.condition, which says how the model is given it; set it"
+        for key, given in (("evaluation.folder", self.evaluation.folder), ("samples.prompts", self.samples.prompts)):
+            if data.encoded and given:
+                yield f"{key} would be encoded, but a job on data.encoded has no encoders; remove it"
+        for key in ("text_source", "latent_source", "stock_clip", "stock_vae", "stock_audio_vae", "stock_vision"):
+            if data.encoded and vars(self.cache)[key]:
+                yield f"cache.{key} is for images; data.encoded is encoded already; remove one of the two"
+        if self.model.second_expert and balance == "manual":
+            found = "model.second_expert gives each of two experts cards of its own"
+            yield f'split.balance = "manual" cuts one model, but {found}; remove one of the two'
+        if strategy and balance != "memory" and holds_copies(strategy):
+            found = f'parallel.strategy = "{strategy}" puts all of it on every device'
+            yield f'split.balance = "{balance}" says where to cut the model, but {found}; remove one of the two'
 
 
 @functools.cache
 def job_keys() -> Mapping[str, Key]:
     """Every key of the job file by its path, such as "train.steps" or "data.folders.repeats"."""
     return {key.path: key for section, kind in get_type_hints(JobConfig).items() for key in keys_of(kind, section)}
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[JobConfig]:
-    return TypeAdapter(JobConfig)
 
 
 def make_job(values: Mapping[str, Any]) -> JobConfig:
@@ -165,7 +138,7 @@ def make_job(values: Mapping[str, Any]) -> JobConfig:
     _refuse_endless(values)
     today, _ = with_todays_names(job_keys(), values)
     try:
-        return _adapter().validate_python(today)
+        return JobConfig(**today)
     except ValidationError as error:
         problems = problems_of(error)
         lines = [_shortened(_describe(problem)) for problem in problems[:_MOST_PROBLEMS]]

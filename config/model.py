@@ -31,17 +31,14 @@ class ModelConfig:
         second_expert: The other one of a pair of experts (Wan 2.2 A14B), trained at the same time on cards of its own.
             One folder may hold both. Without it the model at path is trained alone.
         dtype: Number type of the frozen weights and of the computation. On cards without bfloat16 (V100, RTX 20) it
-            stands for float16 with a scaled loss, where the model's range allows that. float32 takes twice the memory
-            and is for comparisons, and for models that float16 is not for.
-        quantize: How the frozen linear layers are held; the LoRA keeps its precision. 8 bits take half the memory of
-            16. fp8 and int8 only store in 8 bits. fp8-compute and int8-compute also multiply in 8 bits. fp8-compute
-            (RTX 40 or newer) and int8-compute (RTX 20 or newer) are faster and a little noisier. stored keeps a
-            quantized file (GGUF, fp8, int8) as it is and rounds nothing. auto takes what suits the devices and the
-            file; none holds 16 bits.
-        rotation: For int8-compute: outliers are spread over blocks of so many values; 0 does not rotate. Wider blocks
-            spread better and take a little more time.
-        quantized_cache: Folder that keeps the quantized weights. The next run then reads half as much and rounds
-            nothing. They take 31 GB for FLUX.2-dev. Without one nothing is kept.
+            stands for float16 with a scaled loss. float32 takes twice the memory, for models that float16 is not for.
+        quantize: How the frozen linear layers are held; the LoRA keeps its precision. fp8 and int8 store in 8 bits,
+            half the memory of 16. fp8-compute (RTX 40 or newer) and int8-compute (RTX 20 or newer) also multiply in 8
+            bits: faster and a little noisier. stored keeps a quantized file (GGUF, fp8, int8) as it is. auto takes what
+            suits the devices and the file; none holds 16 bits.
+        rotation: For int8-compute: spreads outliers over blocks of so many values. Wider is better, slower; 0 is off.
+        quantized_cache: Folder that keeps the quantized weights, 31 GB for FLUX.2-dev. The next run reads half as much
+            and rounds nothing.
     """
 
     path: RequiredPath
@@ -75,9 +72,8 @@ class SplitConfig:
             30 for three devices. Only with balance manual.
         memory_limit_gb: Memory that the weights may take on each device, in decimal GB, such as 20, 14. Left out: what
             is free. Set it when another program needs some of a GPU.
-        blocks_without_checkpointing: Blocks per device that keep their activations instead of being computed again: its
-            last ones. Left out: what the planner chooses, or none where the devices' memory is unknown. Only with
-            gradient_checkpointing.
+        blocks_without_checkpointing: Last blocks of each device that keep their activations instead of being computed
+            again, with gradient_checkpointing. Left out: what the planner chooses; none where memory is unknown.
         offloaded_blocks: Blocks per device whose weights wait in host memory and stream to the device whenever they
             compute. Left out: what the planner chooses, which is none unless the job would not fit. Only with
             gradient_checkpointing. They are spread over the blocks that are computed again.
@@ -93,23 +89,16 @@ class SplitConfig:
     calibrate: Literal["auto", "on", "off"] = setting("auto", is_free=True)
 
     def __post_init__(self) -> None:
+        first = "the first block of each device after the first"
         if self.split_at and self.balance != "manual":
-            found = f"split_at = {list(self.split_at)}"
-            raise ValueError(f'{found} belongs to balance = "manual", not "{self.balance}"')
+            raise ValueError(f'split_at = {list(self.split_at)} belongs to balance = "manual", not "{self.balance}"')
         if self.balance == "manual" and not self.split_at:
-            raise ValueError(
-                'balance = "manual" needs split_at, the index of the first block of each device after the first, such '
-                "as [20] for two"
-            )
-        if self.devices and self.split_at and len(self.split_at) != len(self.devices) - 1:
-            raise ValueError(
-                f"split_at has {len(self.split_at)} cuts for {len(self.devices)} devices; "
-                f"give {len(self.devices) - 1}, the first block of each device after the first"
-            )
-        if self.memory_limit_gb and self.devices and len(self.memory_limit_gb) != len(self.devices):
-            raise ValueError(
-                f"memory_limit_gb has {len(self.memory_limit_gb)} values for {len(self.devices)} devices; give one each"
-            )
+            raise ValueError(f'balance = "manual" needs split_at, {first}, such as [20] for two')
+        count = len(self.devices)
+        if self.devices and self.split_at and len(self.split_at) != count - 1:
+            raise ValueError(f"split_at has {len(self.split_at)} cuts for {count} devices; give {count - 1}, {first}")
+        if self.memory_limit_gb and self.devices and (found := len(self.memory_limit_gb)) != count:
+            raise ValueError(f"memory_limit_gb has {found} values for {count} devices; give one each")
 
 
 # With a new name the type checker reports each `match` that does not know it.
@@ -156,17 +145,16 @@ class ParallelConfig:
         strategy: How devices share the microbatches of a step. none: one microbatch at a time, one device computing.
             pipeline: microbatches follow each other through the devices, with the same numbers. data: each device holds
             the whole model and trains its share of them. tokens: each device holds the whole model, and all compute
-            each microbatch together, each a share of its tokens; for ComfyUI's classes. It halves what two cards keep
-            of a long clip. auto takes the fastest of none, pipeline, data and tokens. Needs two or more GPUs of one
-            kind, and all but tokens gradient_accumulation_steps above 1. A run with data or tokens is resumed as it
-            began, unless it is continued. Where torchrun or --nproc starts several processes, these are for the devices
-            of each process, and the processes share out the microbatches. fsdp and hsdp are for several processes
-            alone, with one device each: every process keeps a share of the weights (fsdp), or the processes of each
-            machine share one copy (hsdp). Then auto takes fsdp where one device does not hold the model.
+            each microbatch, each a share of its tokens; for ComfyUI's classes. It halves what two cards keep of a long
+            clip. auto takes the fastest of none, pipeline, data and tokens. Needs two or more GPUs of one kind, and all
+            but tokens gradient_accumulation_steps above 1. A run with data or tokens is resumed as it began, unless it
+            is continued. fsdp and hsdp are for several processes with one device each: every process keeps a share of
+            the weights (fsdp), or the processes of each machine share one copy (hsdp). Then auto takes fsdp where one
+            device does not hold the model.
         microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
             More hides uneven times and takes memory.
-        processes: Processes of this machine that train the job together, as --nproc says; the devices are dealt out to
-            them evenly. 1 trains in one process. Has no effect where torchrun starts them.
+        processes: Processes of this machine that train the job, as --nproc says; they share out the devices evenly. Has
+            no effect where torchrun starts them.
         shard_degree: For hsdp: processes that share one copy of the weights. Left out: those of a machine.
         timeout_s: Seconds that a microbatch, a save and the like may take one of several processes until it is ended.
         hang_timeout_s: Without effect, kept for older job files: timeout_s says it.

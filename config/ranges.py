@@ -76,9 +76,8 @@ def problems_of(error: ValidationError) -> list[Any]:
 def check_plain(text: str) -> str:
     """The text of a path or a name. Raises: ValueError for a control character, as backslashes read as escapes make."""
     if found := CONTROL.search(text):
-        raise ValueError(
-            f"holds the control character {found[0]!r}, which no name has; remove it. In a TOML file, {BACKSLASHES}"
-        )
+        fault = f"holds the control character {found[0]!r}, which no name has"
+        raise ValueError(f"{fault}; remove it. In a TOML file, {BACKSLASHES}")
     return text
 
 
@@ -86,11 +85,9 @@ def check_path(text: str) -> str:
     """The text. Raises: ValueError for a control character, or a part that is too long for a file system."""
     check_plain(text)
     for part in Path(text).parts:
-        if len(os.fsencode(part)) > LONGEST_PART:
-            raise ValueError(
-                f"has a part of {len(os.fsencode(part))} bytes, {part[:20]!r}..., and file systems take "
-                f"{LONGEST_PART}; choose a shorter name"
-            )
+        if (size := len(os.fsencode(part))) > LONGEST_PART:
+            found = f"has a part of {size} bytes, {part[:20]!r}..."
+            raise ValueError(f"{found}, and file systems take {LONGEST_PART}; choose a shorter name")
     return text
 
 
@@ -104,26 +101,16 @@ def check_file_name(text: str) -> str:
     """A file name that stays one with all endings that we add. Raises: ValueError for folders in it, what this system
     refuses as a name, the name of a file of ours, or one that is too long."""
     if not text or _IN_NO_NAME.search(text) or not text.isprintable():
-        raise ValueError(
-            f"output.name is a plain file name without folders, which does not begin with a dot, not {text!r}"
-        )
+        raise ValueError(f"output.name is a plain file name without folders or a dot at its beginning, not {text!r}")
     if _IS_WINDOWS and (_NOT_ON_WINDOWS.search(text) or _WINDOWS_DEVICES.match(text)):
-        raise ValueError(
-            f'output.name {text!r} is no file name on Windows; leave out <>:"|?*, a space at the beginning, and a '
-            "space or a dot at the end, and add a word to the name of a device, such as con"
-        )
+        helps = "a space at either end, a dot at the end, and the name of a device, such as con"
+        raise ValueError(f'output.name {text!r} is no file name on Windows; leave out <>:"|?*, {helps}')
     name = unicodedata.normalize("NFKC", f"{text.removesuffix(LORA_ENDING)}{LORA_ENDING}")
     # The same for all names that may be one on a disk without case.
     if unicodedata.normalize("NFKC", name.casefold()) in STATE_FILES:
-        raise ValueError(
-            f"output.name {text!r} is the name of a file that every checkpoint has beside the LoRA, which would be "
-            "lost; choose another"
-        )
-    if len(os.fsencode(text)) > LONGEST_NAME:
-        raise ValueError(
-            f"output.name has {len(os.fsencode(text))} bytes, and with the endings of the files that are named after "
-            f"it only {LONGEST_NAME} fit; choose a shorter one"
-        )
+        raise ValueError(f"output.name {text!r} is that of a file which every checkpoint has; choose another")
+    if (size := len(os.fsencode(text))) > LONGEST_NAME:
+        raise ValueError(f"output.name has {size} bytes, and with our endings {LONGEST_NAME} fit; choose a shorter one")
     return text
 
 

@@ -21,17 +21,9 @@ from .ranges import Range, check_path
 _UNSET = re.compile(r" ?Left out: (.+?)\.(?= |$)")
 
 
-def setting(
-    default: Any,
-    *,
-    is_free: bool = False,
-    was: tuple[str, ...] = (),
-    old_words: Mapping[str, str] | None = None,
-    gone: Mapping[str, str] | None = None,
-) -> Any:
-    """A dataclass field; see Key."""
-    words = {"old_words": old_words or {}, "gone": gone or {}}
-    return dataclasses.field(default=default, metadata={"is_free": is_free, "was": was, **words})
+def setting(default: Any, **of_key: Any) -> Any:
+    """A dataclass field with fields of its Key: is_free, was, old_words, gone."""
+    return dataclasses.field(default=default, metadata=of_key)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ class LoraSettings:
         rank: Size of the LoRA. Higher learns more detail, takes more memory and gives a larger file.
         alpha: Strength is alpha / rank. Leave it equal to rank unless a recipe says otherwise.
         dropout: Probability that a LoRA input is left out. Against learning few images by heart.
-        dora: Train DoRA, which learns the size and the direction of weights apart. Slower, and takes more memory. With
-            lokr it is DoKr.
+        dora: Train DoRA, which learns size and direction of weights apart. Slower, and takes memory. With lokr: DoKr.
         targets: Which linear layers get a LoRA: patterns over diffusers names, with * for anything; !pattern leaves
             layers out. Left out: those that layers says.
         dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps.
@@ -81,19 +80,14 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if self.text_encoder_rank and not self.text_encoder:
             raise ValueError("text_encoder_rank is of a LoRA on text encoders; set text_encoder = true, or remove it")
-        others = {f'kind = "{self.kind}"': self.kind != "lora", "dora": self.dora}
-        if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
-            raise ValueError(
-                f"text_encoder trains a plain LoRA on the text encoders, and {found[0]} asks for another; "
-                "remove one of the two"
-            )
+        if self.text_encoder and (self.kind != "lora" or self.dora):
+            other = "dora" if self.dora else f'kind = "{self.kind}"'
+            raise ValueError(f"text_encoder trains a plain LoRA, and {other} asks for another; remove one of the two")
         if self.layers and any(not pattern.startswith("!") for pattern in self.targets):
             raise ValueError(f'layers = "{self.layers}" and targets both say what is trained; remove one of the two')
         if found := [pattern for pattern in self.targets if pattern.lstrip("!").startswith(_TEXT_ENCODERS)]:
-            raise ValueError(
-                f"targets name a text encoder ({found[0]}), and are of the diffusion model alone; remove the pattern, "
-                "and set text_encoder = true to train all layers of the text encoders"
-            )
+            helps = "remove the pattern, and set text_encoder = true to train all layers of the text encoders"
+            raise ValueError(f"targets are of the diffusion model alone, and {found[0]} is of a text encoder; {helps}")
         if self.kind != "lora" and self.dropout:
             raise ValueError(f'dropout is of kind = "lora" alone, and kind is "{self.kind}"; remove one of the two')
         if self.kind == "oft" and self.dora:
@@ -126,8 +120,7 @@ class ObjectiveConfig:
         highest_noise: Most noise that is trained on, counted likewise. Below 1 leaves composition as it is. An expert
             keeps to its own part of the range, and evaluation.quantiles count within it.
         masked_prior: How much the black of a loss mask is held to what the model says without the LoRA (masked prior
-            preservation): the loss there is added, so many times. Each step then computes one forward more. 0 leaves
-            the black free.
+            preservation): so many times the loss there is added, for one more forward in each step. 0 leaves it free.
     """
 
     timestep_sampling: Literal["", "uniform", "logit_normal", "sigmoid"] = ""
@@ -145,10 +138,8 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         if self.lowest_noise >= self.highest_noise:
-            raise ValueError(
-                f"lowest_noise = {self.lowest_noise:g} is not below highest_noise = {self.highest_noise:g}, so no "
-                "noise level lies between them; change one of the two"
-            )
+            found = f"lowest_noise = {self.lowest_noise:g} is not below highest_noise = {self.highest_noise:g}"
+            raise ValueError(f"{found}, so no noise level lies between them; change one of the two")
 
 
 # Options that torch's optimizers take and that train nothing here -> why.
@@ -194,9 +185,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.text_encoder_learning_rate and self.name.lower().endswith("prodigy"):
-            raise ValueError(
-                "prodigy finds one learning rate for all that is trained; remove text_encoder_learning_rate"
-            )
+            raise ValueError("prodigy finds one learning rate for all; remove text_encoder_learning_rate")
         for name, value in self.options.items():
             if name in _NOT_FOR_LOOP and value:
                 raise ValueError(f"options.{name} = {value!r} {_NOT_FOR_LOOP[name]}; leave it out")
@@ -231,14 +220,11 @@ class LoopConfig:
             Over several GPUs 4 to 16 keep all of them busy at once; with 1 one computes while the others wait.
         clip_norm: Largest length of the gradient; longer ones are shortened to it. 0 never shortens.
         seed: Start of all random numbers: LoRA weights, order, noise. The same seed gives the same LoRA.
-        gradient_checkpointing: Computes each block twice instead of keeping its activations: far less memory, about a
-            third more time. Turn it off only with memory to spare.
+        gradient_checkpointing: Computes each block twice and keeps no activations: far less memory, a third more time.
         compile: auto compiles each kind of transformer block, once for all sizes. The first steps take a minute or two
-            longer, all others are faster. Compiled blocks are compared with plain ones before the first step. Worth it
-            for long runs on fast cards. Where no compiler is found, or a block is wrong, the log says so and training
-            goes on without.
-        cuda_graphs: Has no effect. Blocks that keep their activations were replayed as CUDA graphs, which gained a few
-            percent. Jobs and workflows that were saved with it still run.
+            longer, all others are faster: for long runs on fast cards. Compiled blocks are compared with plain ones
+            first. Where one is wrong, or no compiler is found, the log says so and training goes on without.
+        cuda_graphs: Has no effect; jobs and workflows that were saved with it still run.
         offload_activations: Whether what gradient checkpointing keeps of every block waits in the computer's memory,
             not on the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.
         ema_decay: Share that an average of the LoRA over the steps (EMA) keeps at each step, such as 0.99 for some
@@ -258,10 +244,8 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         if self.offload_activations == "on" and not self.gradient_checkpointing:
-            raise ValueError(
-                'offload_activations = "on" is about what recomputed blocks keep, but gradient_checkpointing is false, '
-                "so none is recomputed; change one of the two"
-            )
+            found = 'offload_activations = "on" moves what recomputed blocks keep'
+            raise ValueError(f"{found}, and by gradient_checkpointing = false none is; change one of the two")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -271,8 +255,8 @@ class OutputConfig:
     Args:
         folder: Run folder: checkpoints, events, TensorBoard scalars, the LoRA.
         name: File name of the LoRA, without extension.
-        save_every_steps: Save a checkpoint and a LoRA every so many steps; 0 saves at the end and when stopped only. It
-            is what a crash can cost.
+        save_every_steps: Save a checkpoint and a LoRA every so many steps, what a crash can cost; 0 at the end or stop
+            alone.
         keep_last: Checkpoints kept; older ones are deleted.
         lora_layout: Names in the LoRA file: original loads in ComfyUI, diffusers in diffusers and peft, both in ComfyUI
             and in diffusers' pipelines. both is refused for DoRA of Wan.
@@ -311,24 +295,18 @@ class SamplesConfig:
     """Pictures while training: prompts drawn with the LoRA as it is. They change nothing of the LoRA.
 
     Args:
-        prompts: Texts to draw, one picture each, or one clip for video. They are encoded with the captions. Left out:
-            no pictures.
-        every_steps: Draw every so many steps, and after the last one; 0 only before the first and after the last. A
-            picture takes as long as its steps take forwards.
+        prompts: Texts to draw, one picture or clip each. They are encoded with the captions. Left out: no pictures.
+        every_steps: Draw every so many steps, and after the last one; 0 only before the first and after the last.
         before_first: Also draw before the first step, what the model makes without the LoRA.
         seed: Start of each picture's noise, the same for every prompt and every time.
         steps: Steps per picture; a distilled model takes few, such as 4 or 8. Left out: what is usual for the model.
         guidance: Guidance of the pictures. Left out: the model's usual value. FLUX.1-dev and FLUX.2-dev take it as an
-            input. Other models compute each step twice where it is above 1, once with the empty prompt. Set 1 for a
-            distilled model.
-        width: Width in pixels. Left out: the largest resolution of the dataset, as a square. More than that may take
-            more memory than training, which the plan counts.
+            input. Others compute each step twice where it is above 1. Set 1 for a distilled model.
+        width: Width in pixels. Left out: the largest resolution of the dataset, as a square. More may take more memory.
         height: Height in pixels. Left out: as width.
-        frames: Length of a clip in frames; 1 is a picture. Left out: that of the longest training sample. For video
-            models.
-        vae: VAE folder or file that makes pictures of latents. Left out: the one that encodes the images. Needed where
-            ComfyUI's VAE encodes them for a model that is not ComfyUI's own. With family comfyui: a name in models/vae,
-            or a full path.
+        frames: Length of a clip in frames; 1 is a picture. Left out: that of the longest training sample.
+        vae: VAE folder or file that makes pictures of latents; with family comfyui a name in models/vae, too. Left out:
+            the one that encodes the images. Needed where ComfyUI's VAE encodes them for another family's model.
         use_ema: Whether the average of the LoRA draws them where train.ema_decay keeps one.
     """
 

@@ -317,13 +317,9 @@ def test_one_model_over_any_number_of_devices_is_taken(strategy: str) -> None:
     ("section", "values", "message"),
     [
         ("model", {"path": "/m", "family": ""}, r'set model\.family = "comfyui" for one of these'),
-        (
-            "parallel",
-            {"strategy": "pipeline"},
-            r'parallel\.strategy = "pipeline" has copies or stages.* set it to "none"',
-        ),
-        ("parallel", {"strategy": "data"}, r'parallel\.strategy = "data" has copies'),
-        ("parallel", {"strategy": "fsdp"}, r'parallel\.strategy = "fsdp" has copies'),
+        ("parallel", {"strategy": "pipeline"}, r'parallel\.strategy none, .* is "pipeline"; set it to "auto"'),
+        ("parallel", {"strategy": "data"}, r'parallel\.strategy none, .* is "data"'),
+        ("parallel", {"strategy": "fsdp"}, r'parallel\.strategy none, .* is "fsdp"'),
         ("parallel", {"processes": 2}, r"parallel\.processes = 2 .* set it to 1"),
         ("data", {"encoded": "/e.json"}, r"data\.encoded holds captions that are encoded already; give folders"),
         ("data", {"folders": [{"path": "/i"}], "condition": "first-frame"}, r'data\.condition = "first-frame"'),

@@ -118,7 +118,7 @@ def test_a_path_with_nul_or_a_part_too_long_is_named(key: str, tmp_path: Path) -
 def test_a_name_leaves_room_for_every_ending_we_add() -> None:
     assert _job("output.name", "x" * LONGEST_NAME).output.name == "x" * LONGEST_NAME
     for name in ("x" * (LONGEST_NAME + 1), "é" * LONGEST_NAME, "x" * 250):
-        with pytest.raises(ValueError, match=rf"only {LONGEST_NAME} fit; choose a shorter one"):
+        with pytest.raises(ValueError, match=rf" {LONGEST_NAME} fit; choose a shorter one"):
             _job("output.name", name)
 
 
@@ -146,7 +146,7 @@ def test_the_name_of_a_file_of_a_checkpoint_is_refused(spelt: Callable[[str], st
     """The LoRA lies beside these files; on a disk without case, other spellings are the same file."""
     for file in STATE_FILES:
         name = spelt(file.removesuffix(".safetensors"))
-        with pytest.raises(ValueError, match="which would be lost"):
+        with pytest.raises(ValueError, match="which every checkpoint has"):
             _job("output.name", name + ending)
         assert _job("output.name", f"{name}_2").output.name == f"{name}_2"
 
