@@ -40,16 +40,18 @@ Listener = Callable[[Event], None]
 class EventLog:
     """Hands every event to a listener, appends it to events.jsonl and writes scalars for TensorBoard.
     What a full disk or a closed pipe keeps from being written is warned of once, and left out: it ends no training.
-    folder: of the run; made if it does not exist. listener: called in the thread that trains; None for nobody.
+    folder: of the run, made if it is not there; None for a process that another speaks for, whom nobody hears.
+    listener: called in the thread that trains; None for nobody.
     tensorboard: write scalars to folder/tensorboard; said once and skipped where the package is missing."""
 
-    def __init__(self, folder: Path, listener: Listener | None = None, *, tensorboard: bool = False) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._listener = listener
-        self._file = (folder / "events.jsonl").open("ab", buffering=0)
-        self._is_whole = True  # its last line
-        self._has_warned = False
+    def __init__(self, folder: Path | None, listener: Listener | None = None, *, tensorboard: bool = False) -> None:
+        self._listener, self._file = listener, None
+        self._is_whole, self._has_warned = True, False  # the file's last line
         self._scalars: SummaryWriter | None = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "events.jsonl").open("ab", buffering=0)
         try:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -63,7 +65,8 @@ class EventLog:
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
             if self._scalars is not None:
                 self._scalars.close()
         except OSError as failed:
@@ -71,6 +74,8 @@ class EventLog:
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
         """Announce one event."""
+        if self._file is None:
+            return
         try:
             line = json.dumps({"kind": kind, "step": step, "total": total, **values}).encode() + b"\n"
             data = line if self._is_whole else b"\n" + line
@@ -94,8 +99,8 @@ class EventLog:
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            why = f"{error.strerror or error}; {what_helps(error)}"
-            _log.warning("the training goes on, but not all of it can be written to %s: %s", self._file.name, why)
+            name, why = self._file and self._file.name, f"{error.strerror or error}; {what_helps(error)}"
+            _log.warning("the training goes on, but not all of it can be written to %s: %s", name, why)
 
 
 class EventTail:
@@ -123,16 +128,6 @@ class EventTail:
                         if isinstance(values := json.loads(line), dict):
                             yield values
                 self._rest = self._rest if len(self._rest) < _MOST_LINE else b""
-
-
-class NoEvents(EventLog):
-    """Of a process that another one speaks for: there is no file, and nobody hears."""
-
-    def __init__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None: ...
 
 
 def first_line(error: BaseException) -> str:

@@ -13,9 +13,8 @@ from ..encoding.encode import Stopped
 from ..jobs.in_processes import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, run_job
 from ..jobs.lora_output import describe_file
-from ..jobs.quantize_preview import preview_model
 from ..jobs.ranks import open_ranks
-from ..jobs.resolve import find_machine
+from ..jobs.resolve import find_machine, preview_model
 from ..jobs.resume import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.plan import describe_plan
@@ -143,7 +142,7 @@ def check(options: argparse.Namespace) -> int:
             if plan.samples:
                 say(describe_samples(plan.samples))
             say(f"LoRA file: {describe_file(plan)}")
-            say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info).table()}")
+            say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info)}")
         if is_shared:
             say(f"the weights are shared by {count} processes ({strategy}); whether they fit is seen when they start")
     return 0

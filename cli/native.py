@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
-from ..events import Listener
+from ..events import EventLog, Listener
 from ..headless.server import find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
-from ..jobs.encode_job import fill_job
+from ..jobs.encode_job import cache_job
 from ..jobs.job import check_job
 from ..jobs.ranks import unless_stopped
 from ..parallel.ranks.group import Ranks
@@ -100,13 +100,14 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
 def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[], bool] = never) -> JobConfig:
     """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads.
     on_event: None where another process speaks for this one, which needs no run folder.
-    Raises: Stopped; what check_job, before the encoders are loaded, and fill_job raise."""
+    Raises: Stopped; what check_job, before the encoders are loaded, and cache_job raise."""
     if not job.cache.needs_stock_encoders:
         return job
     with prepared(job) as info:
         plan = check_job(job, info=info, is_to_train=False, should_stop=should_stop)
-    with with_encoders(job, plan.info) as (named, encoders):
-        fill_job(replace(plan, job=named), on_event, should_stop, encoders)
+    told = None if on_event is None else Path(job.output.folder)
+    with with_encoders(job, plan.info) as (named, encoders), EventLog(told, on_event) as events:
+        cache_job(replace(plan, job=named), events, should_stop, encoders)
     return named
 
 

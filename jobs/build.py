@@ -41,12 +41,8 @@ def build_trainer(
     cleanup: ExitStack,
     ranks: Ranks = ALONE,
 ) -> Trainer:
-    """Load the model and put everything around it that a training needs.
-
-    Args:
-        identity: facts that a resumed run must share. data: to train on and to evaluate with.
-        cleanup: is given what must be undone before the model is dropped.
-    """
+    """Load the model and put around it what a training needs. identity: facts that a resumed run must share. data: to
+    train on and to evaluate with. cleanup: is given what must be undone before the model is dropped."""
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
     if plan.training is not None:

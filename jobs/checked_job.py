@@ -79,7 +79,8 @@ class ReadJob:
     @property
     def caption_reader(self) -> ComfyReader:
         """The same of captions alone: what a job makes of files is not in them."""
-        return without_conditions(self.reader) if self.job.data.condition else self.reader
+        comfy = replace(self.reader.comfy, needs=()) if self.job.data.condition else self.reader.comfy
+        return replace(self.reader, comfy=comfy)
 
     def component_folder(self, setting: str, key: str) -> Path:
         """The folder that a setting names, else the model's own.
@@ -87,10 +88,8 @@ class ReadJob:
         if setting:
             return Path(setting)
         if self.info.pipeline_folder is None:
-            raise ValueError(
-                f"{self.job.model.path} holds a transformer only; name the {key.replace('_', ' ')} with cache.{key} "
-                "(a diffusers model folder has them)"
-            )
+            helps = f"name the {key.replace('_', ' ')} with cache.{key} (a diffusers model folder has them)"
+            raise ValueError(f"{self.job.model.path} holds a transformer only; {helps}")
         return self.info.pipeline_folder
 
     @property
@@ -118,11 +117,6 @@ class JobPlan(ReadJob):
     def placement(self) -> Placement:
         """Which part of the model is where."""
         return self.execution.placement
-
-
-def without_conditions(reader: ComfyReader) -> ComfyReader:
-    """Reads text alone."""
-    return replace(reader, comfy=replace(reader.comfy, needs=()))
 
 
 # ---- what decides how it is trained, and where its blocks go without a plan

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,7 @@ from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.model_class import with_defaults
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
-from ..config.job import FolderConfig, JobConfig, job_keys, values_at
-from ..config.model import has_stages
+from ..config.job import FolderConfig, JobConfig, job_keys, paths_of, values_at
 from ..data.captions import TEXT_FILES
 from ..data.folders import concepts
 from ..data.samples import Sample
@@ -104,9 +104,7 @@ def refuse_repeats(job: JobConfig) -> None:
 def refuse_overlaps(job: JobConfig) -> None:
     """Raises: ValueError where the job would write into a folder that it reads, or over a file that it reads."""
     lora = Path(job.output.folder, job.output.file_name)
-    paths = [path for path, key in job_keys().items() if key.is_path and path not in _OURS]
-    values = [(path, [given] if isinstance(given, str) else given) for path in paths for given in values_at(job, path)]
-    for key, given in [(path, Path(each)) for path, several in values for each in several if each]:
+    for key, given in [(key, Path(path)) for key, path in paths_of(job) if key not in _OURS]:
         if given.is_file() and _place_in(lora, given) is not None:
             raise ValueError(f"the LoRA file {lora} would be written over {key}; choose another output.name")
         if not given.is_dir():
@@ -189,30 +187,23 @@ def _of_settings(job: JobConfig, samples: Sequence[Sample], *, is_expert: bool) 
     word, optimizer = job.data.trigger_word.strip(), job.optimizer
     captions = [caption.lower() for sample in samples for caption in sample.captions]
     if word and captions and not any(word.lower() in each for each in captions):
-        yield (
-            f"data.trigger_word {word!r} is in none of the {len(samples)} captions; put {{trigger}} into "
-            "data.caption_template, or train on folders that are not regularisation"
-        )
+        helps = "put {trigger} into data.caption_template, or train on folders that are not regularisation"
+        yield f"data.trigger_word {word!r} is in none of the {len(samples)} captions; {helps}"
     if "lr" in optimizer.options:
-        yield (
-            f"optimizer.options.lr = {optimizer.options['lr']!r} is ignored: the learning rate is "
-            f"optimizer.learning_rate = {optimizer.learning_rate:g}; remove one of the two"
-        )
+        rate = f"the learning rate is optimizer.learning_rate = {optimizer.learning_rate:g}"
+        yield f"optimizer.options.lr = {optimizer.options['lr']!r} is ignored: {rate}; remove one of the two"
     if "prodigy" in optimizer.name.lower() and optimizer.learning_rate < 0.05:
-        yield (
-            f"optimizer.learning_rate = {optimizer.learning_rate:g} is a factor of the rate that prodigy finds, and "
-            "makes it as much smaller; 1 is usual"
-        )
+        found = f"optimizer.learning_rate = {optimizer.learning_rate:g}"
+        yield f"{found} is a factor of the rate that prodigy finds, and makes it as much smaller; 1 is usual"
     if job.objective.masked_prior and not (job.data.use_masks and any(sample.mask_path for sample in samples)):
         yield "objective.masked_prior holds what loss masks leave black, and no image has one that is used; remove it"
     if job.cache.has_sound and samples and not any(sample.has_sound for sample in samples):
         yield "cache.stock_audio_vae has no effect: no clip has a track of sound, or a sound file of its name"
     expert, name = job.objective.expert, Path(job.model.path).name
     if is_expert and not expert:
-        yield (
-            f"{name} is one of Wan 2.2's two experts, and objective.expert does not say which: it is trained at all "
-            'noise levels, and draws at some of them only; set it to "high_noise" or "low_noise"'
-        )
+        why = "it is trained at all noise levels, and draws at some of them only"
+        helps = 'set objective.expert to "high_noise" or "low_noise"'
+        yield f"{name} is one of Wan 2.2's two experts, and nothing says which: {why}; {helps}"
     if expert and expert_by_name(Path(name)) not in ("", expert):
         yield f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
 
@@ -227,17 +218,14 @@ def _of_files(plan: JobPlan) -> Iterator[str]:
         if path in alike or alike and media_fingerprint(path) in map(media_fingerprint, alike):
             both.append(path)
     if both:
-        yield (
-            f"{len(both)} of {len(evaluated)} evaluation images and clips are trained on as well, so their loss does "
-            f"not tell how the LoRA does on others: {_names(both)}; give evaluation.folder a folder of its own"
-        )
+        why = f"so their loss does not tell how the LoRA does on others: {_names(both)}"
+        found = f"{len(both)} of {len(evaluated)} evaluation images and clips are trained on as well"
+        yield f"{found}, {why}; give evaluation.folder a folder of its own"
     info = plan.info
     refuse_zeros(info.files[0].parent if len(info.files) > 1 else info.files[0], info.tensors)
     if zeros := find_zero_weights(info.tensors):
-        yield (
-            f"{len(zeros)} of {len(info.tensors)} weights in {info.path} are all zeros: {_names(zeros)}; download the "
-            "model again, unless it was made so"
-        )
+        found = f"{len(zeros)} of {len(info.tensors)} weights in {info.path} are all zeros: {_names(zeros)}"
+        yield f"{found}; download the model again, unless it was made so"
 
 
 def _num_bytes(path: str) -> int:
@@ -247,67 +235,38 @@ def _num_bytes(path: str) -> int:
 
 # ---- settings without effect ----
 
-# Keys -> when they have no effect, and why.
-_IDLE: dict[str, tuple[Callable[[JobConfig], bool], str]] = {
-    "schedule.min_factor": (lambda job: job.schedule.name == "constant", "schedule.name is constant"),
-    "schedule.warmup_steps": (
-        lambda job: job.schedule.warmup_steps >= job.train.steps,
-        "all of train.steps pass before the full learning rate is reached",
-    ),
-    "model.rotation": (
-        lambda job: job.model.quantize not in ("int8-compute", "auto"),
-        "model.quantize is not int8-compute",
-    ),
-    "output.use_ema samples.use_ema": (lambda job: not job.train.ema_decay, "train.ema_decay keeps no average"),
+# Settings -> those that they depend on, and the values of one with which they have an effect; () for any but none.
+_IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "parallel.hang_timeout_s train.cuda_graphs split.calibrate": ("", ()),  # of older versions
+    "schedule.min_factor": ("schedule.name", ("linear", "cosine")),
+    "model.rotation": ("model.quantize", ("int8-compute", "auto")),
+    "output.use_ema samples.use_ema": ("train.ema_decay", ()),
     "samples.every_steps samples.before_first samples.seed samples.steps samples.guidance samples.width samples.height "
-    "samples.frames samples.vae": (lambda job: not job.samples.prompts, "there are no samples.prompts"),
-    "evaluation.every_steps evaluation.quantiles evaluation.seed": (
-        lambda job: not job.evaluation.folder,
-        "there is no evaluation.folder",
-    ),
-    "objective.logit_mean objective.logit_std": (
-        lambda job: job.objective.timestep_sampling not in ("", "logit_normal"),
-        "objective.timestep_sampling is not logit_normal",
-    ),
-    "lora.alpha": (lambda job: job.lora.kind == "oft", "OFT has no alpha"),
-    "objective.min_snr_gamma": (
-        lambda job: job.objective.loss_weighting != "min_snr",
-        "objective.loss_weighting is not min_snr",
-    ),
-    "objective.sigmoid_scale": (
-        lambda job: job.objective.timestep_sampling not in ("", "sigmoid"),
-        "objective.timestep_sampling is not sigmoid",
-    ),
-    "cache.text_window_gb": (
-        lambda job: job.cache.text_device not in ("auto", "stream"),
-        "cache.text_device is neither auto nor stream",
-    ),
-    "parallel.hang_timeout_s": (lambda job: True, "parallel.timeout_s says how long work may take"),
-    "train.cuda_graphs": (lambda job: True, "blocks are not recorded any more"),
-    "split.calibrate": (lambda job: True, "blocks are not timed any more"),
-    "parallel.shard_degree": (lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
-    "parallel.microbatches_ahead": (
-        lambda job: (strategy := job.parallel.requested) is not None and not has_stages(strategy),
-        "parallel.strategy is not pipeline",
-    ),
-    "data.reference_megapixels": (lambda job: job.data.condition != "reference", "data.condition is not reference"),
-    "data.keep_tags data.tag_variants": (
-        lambda job: not (job.data.shuffle_tags or job.data.tag_dropout),
-        "there is neither data.shuffle_tags nor data.tag_dropout",
-    ),
+    "samples.frames samples.vae": ("samples.prompts", ()),
+    "evaluation.every_steps evaluation.quantiles evaluation.seed": ("evaluation.folder", ()),
+    "objective.logit_mean objective.logit_std": ("objective.timestep_sampling", ("", "logit_normal")),
+    "objective.sigmoid_scale": ("objective.timestep_sampling", ("", "sigmoid")),
+    "objective.min_snr_gamma": ("objective.loss_weighting", ("min_snr",)),
+    "lora.alpha": ("lora.kind", ("lora", "lokr", "loha")),
+    "cache.text_window_gb": ("cache.text_device", ("auto", "stream")),
+    "parallel.shard_degree": ("parallel.strategy", ("hsdp",)),
+    "parallel.microbatches_ahead": ("parallel.strategy", ("auto", "pipeline")),
+    "data.reference_megapixels": ("data.condition", ("reference",)),
+    "data.keep_tags data.tag_variants": ("data.shuffle_tags data.tag_dropout", ()),
     "data.resolutions data.max_aspect_ratio data.bucket_step data.frames data.fps data.window data.seconds "
-    "data.trigger_word data.caption_lines data.shuffle_tags data.tag_dropout": (
-        lambda job: bool(job.data.encoded),
-        "data.encoded is encoded already",
-    ),
+    "data.trigger_word data.caption_lines data.shuffle_tags data.tag_dropout": ("data.encoded", ("",)),
 }
 
 
 def describe_idle(job: JobConfig) -> str:
     """What is set and has no effect, with the reasons; "" for nothing."""
     found = []
-    for keys, (is_idle, why) in _IDLE.items():
+    if 0 < job.train.steps <= job.schedule.warmup_steps:
+        found.append("schedule.warmup_steps (train.steps end before the full learning rate is reached)")
+    for keys, (others, known) in _IDLE.items():
         given = [key for key in keys.split() if values_at(job, key) != [job_keys()[key].default]]
-        if given and is_idle(job):
+        values = {other: values_at(job, other)[0] for other in others.split()}
+        if given and not any(value in known if known else value for value in values.values()):
+            why = " and ".join(f"{other} is {value!r}" for other, value in values.items()) or "nothing reads it"
             found.append(f"{', '.join(given)} ({why})")
     return f"without effect, as this job is: {'; '.join(found)}" if found else ""

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 
-from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
@@ -22,20 +21,19 @@ from ..encoding.encode import fill, never
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Source
 from ..encoding.store import CacheStore, Stamp, State
-from ..events import EventLog, Listener, NoEvents
+from ..events import EventLog
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import read_latents, read_text, with_silence
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
 from ..training.batches import CachedSamples
-from .checked_job import JobPlan, without_conditions
+from .checked_job import JobPlan
 from .comfy_entries import (
     NO_ENCODERS,
     ComfyEncoders,
     comfy_conditions,
     comfy_texts,
-    make_comfy_reader,
     refuse_missing,
     refuse_other,
     refuse_unfit_conditions,
@@ -105,35 +103,11 @@ def cache_job(
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 
 
-def fill_job(
-    plan: JobPlan, on_event: Listener | None, should_stop: Callable[[], bool], encoders: ComfyEncoders
-) -> None:
-    """Fill the cache and nothing else; as cache_job, which refuses what does not fit the model. None tells nobody."""
-    with NoEvents() if on_event is None else EventLog(Path(plan.job.output.folder), on_event) as events:
-        cache_job(plan, events, should_stop, encoders)
-
-
 def missing_prompts(job: JobConfig) -> list[str]:
     """Sample prompts that ComfyUI's CLIP is to encode and the cache has not; a job asks other encoders itself."""
     source, store = job.cache.text_source, cache_store(job)
     how: dict[str, Any] = {"keeps_all": job.model.family == COMFYUI, "weighs": job.cache.caption_weights}
     return [each for each in job.samples.prompts if source and comfy_text_key(each, source, **how) not in store]
-
-
-def fill_prompts(
-    job: JobConfig,
-    info: CheckpointInfo | None,
-    encoders: ComfyEncoders,
-    events: EventLog,
-    should_stop: Callable[[], bool],
-) -> None:
-    """Encode the job's prompts by ComfyUI's CLIP, as its captions were. Raises: as fill_cache."""
-    info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
-    reader = make_comfy_reader(info.family, info.variant or info.family.variants[0], info.config)
-    source, pace = comfy_texts(job.cache, without_conditions(reader), encoders), Pace()
-    events.emit("phase", name="captions")
-    tell = tell_progress(events, pace)
-    fill(job.samples.prompts, source, cache_store(job), tell, should_stop, on_begin=pace.restart)
 
 
 def text_keys(
@@ -313,9 +287,7 @@ class Pruned:
 
 def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> tuple[list[str], int]:
     """Read every entry the job needs and compare checksums; damaged ones are removed for the next run to compute.
-
-    Returns: a report by lines, with the first of the entries that are not whole, and how many these are.
-    """
+    Returns: a report by lines, with the first of the entries that are not whole, and how many these are."""
     store = cache_store(plan.job)
     lines, problems = [f"cache: {store.folder}"], []
     for part in parts:
@@ -333,11 +305,7 @@ def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> tuple[list[str], 
 
 def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:
     """Delete from the jobs' folders what neither they nor a run under way needs, and what killed processes have left.
-
-    Args:
-        plans: by a name for the report. parts: all, because an entry's name does not tell which it belongs to.
-    Raises: OSError naming the file if one cannot be deleted.
-    """
+    plans: by a name for the report. Raises: OSError naming the file if one cannot be deleted."""
     needed = {key for plan in plans.values() for part in parts for key in cache_entries(plan, part)}
     pruned: dict[Path, Pruned] = {}
     for name, plan in plans.items():

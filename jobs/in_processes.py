@@ -1,11 +1,7 @@
 """Jobs in processes of their own, for a program that waits for their end: ComfyUI's node, and a pair of experts.
 
-Each process is the command `devicebridge` with a job file. Its events are read from the run folder as it writes them,
-its result at the end from the last checkpoint. A stop reaches all: each ends its step, saves, and is waited for.
-
-A pair of experts is two transformers, one for the high and one for the low half of the noise (Wan 2.2 A14B). Each job
-is what a user would write for that expert alone, so its LoRA is the same bytes. `devicebridge cache` checks both jobs
-and fills the cache first. This process never starts CUDA, which would take memory of every card.
+Each process is the command `devicebridge` with a job file; events and result are read from its run folder. Each expert
+of a pair (Wan 2.2 A14B) has the job of that expert alone. This process never starts CUDA, which takes memory.
 """
 
 from __future__ import annotations
@@ -46,12 +42,8 @@ _CONSEQUENCES = ("another rank has ended or hangs", " gave no sign of life for "
 
 
 class JobProcess:
-    """A command at work on a job. What it prints is in processes.log of the run folder, and its warnings are ours.
-
-    Args:
-        file: the job file, where no browser sends files; the command runs beside it.
-        name: begins what is said of it; "" for nothing.
-    """
+    """A command at work on a job. What it prints is in processes.log of the run folder; its warnings are ours. file:
+    the job file, where no browser sends files; the command runs beside it. name: begins what is said of it."""
 
     def __init__(
         self, job: JobConfig, command: Sequence[str | Path], file: Path, on_event: Listener, name: str = ""
@@ -144,12 +136,8 @@ def run_in_processes(
     should_stop: Callable[[], bool] = never,
     native: Sequence[str] = (),
 ) -> TrainingResult:
-    """As run_job, by job.parallel.processes processes, which `devicebridge train` starts (cli/launch.py).
-
-    Args:
-        native: beginning of the command for a job that needs ComfyUI; () lets the command find one.
-    Raises: RuntimeError with what the processes said, if they failed.
-    """
+    """As run_job, by job.parallel.processes processes, which `devicebridge train` starts (cli/launch.py). native: see
+    JobQueue. Raises: RuntimeError with what the processes said, if they failed."""
     with tempfile.TemporaryDirectory(prefix="devicebridge-") as private:
         file = Path(private) / "job.toml"
         save_for_process(job, file)
@@ -174,17 +162,14 @@ def expert_jobs(job: JobConfig, devices: Sequence[str]) -> dict[str, JobConfig]:
     variant = first.variant or first.family.variants[0]
     if not variant.partner:
         pairs = ", ".join(each.name for family in FAMILIES.values() for each in family.variants if each.partner)
-        raise ValueError(
-            f"model.second_expert names the other expert of a pair, but {job.model.path} is {variant.name}, which is "
-            f"whole; remove it, or name with model.variant which it is: {pairs}"
-        )
+        found = f"model.second_expert is of a pair, but {job.model.path} is {variant.name}, which is whole"
+        raise ValueError(f"{found}; remove it, or name with model.variant which it is: {pairs}")
     partner = first.family.variant(variant.partner)
     second = read_checkpoint(job.model.second_expert, first.family.name, partner.name)
     if {file.resolve() for file in first.files} == {file.resolve() for file in second.files}:
-        raise ValueError(
-            f"model.path {job.model.path} and model.second_expert {job.model.second_expert} are the same files; name "
-            "the other expert's, or for both the model folder that holds transformer and transformer_2"
-        )
+        found = f"model.path {job.model.path} and model.second_expert {job.model.second_expert} are the same files"
+        helps = "name the other expert's, or for both the model folder that holds transformer and transformer_2"
+        raise ValueError(f"{found}; {helps}")
     parts = sorted([(variant, job.model.path), (partner, job.model.second_expert)], key=lambda e: -e[0].sigma_range[1])
     middle = (len(devices) + 1) // 2
     shares = (slice(middle), slice(middle, None)) if len(devices) > 1 else (slice(1), slice(1))
@@ -207,8 +192,7 @@ def _expert_job(
     folder = Path(job.output.folder)
     for setting in _PER_DEVICE:
         if (count := len(getattr(job.split, setting))) not in (0, len(devices)):
-            both = ", ".join(devices)
-            raise ValueError(f"split.{setting} has {count} values, but the devices of both are {both}; give one each")
+            raise ValueError(f"split.{setting} has {count} values for {', '.join(devices)} of both; give one each")
     own = {setting: getattr(job.split, setting)[share] for setting in _PER_DEVICE}
     return replace(
         job,
@@ -227,14 +211,10 @@ def run_pair(
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
 ) -> dict[str, TrainingResult]:
-    """Train both experts to their end, or until should_stop() is true; then both are saved. How those that were begun
-    ended, by expert.
-
-    With one device they follow each other. Where one fails, the other is stopped. Events have the "expert".
-
-    Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training
-        failed, or the process that runs in the same folder.
-    """
+    """Train both experts to their end, or until should_stop() is true or one fails; both are saved. How those that were
+    begun ended, by expert. With one device they follow each other. Events have the "expert".
+    Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training failed, or
+    the process that runs in the same folder."""
     folder = Path(job.output.folder)
     with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private, ExitStack() as stack:
         experts = expert_jobs(job, devices)

@@ -1,7 +1,6 @@
 """A whole job, from its config to a LoRA file: run_job is the way from top to bottom.
 
-Everything that can be refused is refused before weights are loaded. Text encoders and VAE are gone before the
-transformer comes.
+What can be refused is refused before weights are loaded. Text encoders and VAE are gone before the transformer comes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig, Resume
 from ..config.model import shards_weights
 from ..encoding.encode import Stopped, never
-from ..events import EventLog, Listener, NoEvents
+from ..events import EventLog, Listener
 from ..parallel.devices import memory_in_use, own_random_states
 from ..parallel.ranks.group import ALONE, Ranks
 from ..planning.cards import Card
@@ -93,8 +92,7 @@ def check_job(
     Args:
         info, host_share, ranks: see run_job.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
-    Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
-        or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
+    Raises: ValueError; Stopped when should_stop() became true while images are looked at.
     """
     read = read_job(job, info, should_stop=should_stop)
     return _resolve_and_check(read, None, host_share, is_to_train=is_to_train, ranks=ranks)
@@ -110,12 +108,8 @@ def _resolve_and_check(
     is_changed: bool = False,
     ranks: Ranks = ALONE,
 ) -> JobPlan:
-    """A job that was read, made into what will run.
-
-    Args:
-        earlier: facts of the checkpoint that is resumed where it was. is_new: whether nothing is resumed.
-        is_changed: whether what is resumed has other settings or data now.
-    """
+    """What will run. earlier: facts of the checkpoint that is resumed where it was. is_new: nothing is resumed.
+    is_changed: what is resumed has other settings or data now."""
     if is_to_train and (is_new or is_changed):  # a run that was begun goes on as it is
         refuse_repeats(read.job)
         refuse_overlaps(read.job)
@@ -150,9 +144,7 @@ def run_job(
     host_share: int = 1,
     ranks: Ranks = ALONE,
 ) -> TrainingResult:
-    """Run a job to its end, or until should_stop() is true between two steps.
-
-    The state is saved in both cases, and where something breaks between two saves.
+    """Run a job to its end, or until should_stop() is true between two steps, and save its state, also where it breaks.
 
     Args:
         info: the job's model, if it was read already, as only ComfyUI can read its own.
@@ -188,7 +180,7 @@ def run_job(
         own_devices = list(used_devices(plan.job, plan.placement.used_devices))
         devices = tuple(dict.fromkeys(name for each in ranks.gather(own_devices) for name in each))
         with (
-            EventLog(folder, on_event, tensorboard=job.output.tensorboard) if ranks.is_first else NoEvents() as events,
+            EventLog(folder if ranks.is_first else None, on_event, tensorboard=job.output.tensorboard) as events,
             recorded_run(folder, given, devices) if ranks.is_first else nullcontext(Recording()) as recording,
         ):
             if what := begun.get("what"):

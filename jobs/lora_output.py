@@ -37,33 +37,21 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
 
 def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: bool = False) -> Path:
     """Write the LoRA with its metadata to folder/<output.name>.safetensors, atomically; not where that is so already.
-
-    Args:
-        must_change: also refuse a LoRA that changes nothing.
-    Raises: RuntimeError for weights that are not finite in the file's type, OSError naming the file if the disk
-        refuses; the file that was there stays.
-    """
+    must_change: also refuse a LoRA that changes nothing. Raises: RuntimeError for weights that are not finite in the
+    file's type, OSError naming the file if the disk refuses; the file that was there stays."""
     path = folder / plan.job.output.file_name
     tensors = lora_file_tensors(plan, lora)
     if wrong := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
-        raise RuntimeError(
-            f"{path} is not written: {len(wrong)} of {len(tensors)} tensors of the LoRA are not finite as "
-            f'{plan.job.output.lora_dtype}, first {wrong[0]}; resume with output.lora_dtype = "float32", which holds '
-            "all that was trained, or start anew with another output.folder and a lower optimizer.learning_rate"
-        )
-    at_start = {
-        "lokr": ("lokr_w1",),
-        "loha": ("hada_w2_b",),
-        "oft": (lora_file.OFT,),
-        "lora": ("lora_B.weight", "lora_up.weight"),
-    }
-    zero = at_start[plan.job.lora.kind]
+        found = f"{len(wrong)} of {len(tensors)} tensors are not finite as {plan.job.output.lora_dtype}"
+        helps = 'resume with output.lora_dtype = "float32", which holds all that was trained, or start anew with'
+        helps += " another output.folder and a lower optimizer.learning_rate"
+        raise RuntimeError(f"{path} is not written: {found}, first {wrong[0]}; {helps}")
+    at_start = {"lokr": ("lokr_w1",), "loha": ("hada_w2_b",), "oft": (lora_file.OFT,)}
+    zero = at_start.get(plan.job.lora.kind, ("lora_B.weight", "lora_up.weight"))
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
-        raise RuntimeError(
-            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is "
-            f"zero in every layer (as {plan.job.output.lora_dtype}); start anew with another output.folder, and with a "
-            "higher optimizer.learning_rate or more steps"
-        )
+        found = f"after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is zero in every layer"
+        helps = "start anew with another output.folder, and a higher optimizer.learning_rate or more steps"
+        raise RuntimeError(f"{path} is not written: {found} (as {plan.job.output.lora_dtype}); {helps}")
     data = tensors_as_bytes(tensors, lora_metadata(plan))
     if not (path.is_file() and path.read_bytes() == data):
         try:

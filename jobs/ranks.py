@@ -1,8 +1,7 @@
 """A job on several processes (ranks): what all compare, what only the first does, and how each trains its share.
 
-Everything that a run leaves on the disk is written by the first rank, and what it reads from there (a checkpoint to
-resume) it hands to the others: they need no run folder. Each rank resolves the job for its own devices, as if it were
-alone with its share of the microbatches. The first one decides the strategy between ranks, scheme and optimizer.
+The first rank writes and reads the run folder, and decides the strategy between ranks, scheme and optimizer. Each rank
+resolves the job for its own devices, as if it were alone with its share of the microbatches.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,10 +54,8 @@ def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -
     Raises: ValueError for a job that several processes cannot train, or devices that they cannot share out."""
     for key, given in (("model.second_expert", job.model.second_expert), ("lora.text_encoder", job.lora.text_encoder)):
         if given:
-            raise ValueError(
-                f"{key} = {given!r} is trained in one process; remove it, or start without parallel.processes, --nproc "
-                "and torchrun"
-            )
+            helps = "remove it, or start without parallel.processes, --nproc and torchrun"
+            raise ValueError(f"{key} = {given!r} is trained in one process; {helps}")
     devices = own_devices(find_machine(job.split.devices).devices, place)
     with joined(place, devices, job.parallel.timeout_s, own_stop) as ranks:
         yield ranks
@@ -74,11 +71,9 @@ def refuse_other_jobs(job: JobConfig, identity: Mapping[str, Any], ranks: Ranks,
 
     def refuse() -> None:
         if ranks.is_first and (differing := list(differing_ranks(given))):
-            lines = "\n".join(f"  {line}" for line in differing)
-            raise ValueError(
-                f"the processes of this job were not given the same training:\n{lines}\n"
-                "Give all machines the same job file, model and LoRA to start from"
-            )
+            lines = [f"  {line}" for line in differing]
+            helps = "Give all machines the same job file, model and LoRA to start from"
+            raise ValueError("\n".join(["the processes of this job differ in their training:", *lines, helps]))
 
     ranks.together(refuse)
 
@@ -180,10 +175,9 @@ def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Dat
 
     def refuse() -> None:
         if order != first:
-            raise ValueError(
-                "this rank and the first one do not have the same samples, captions, masks, references, loss weights "
-                "or encoders; give all machines the same files and job file"
-            )
+            differing = "samples, captions, masks, references, loss weights or encoders"
+            helps = "give all machines the same files and job file"
+            raise ValueError(f"this rank and the first one do not have the same {differing}; {helps}")
 
     ranks.together(refuse)
     return found
@@ -197,42 +191,29 @@ def order_of(data: Iterable[CachedSamples | None]) -> str:
 
 # ---- how each rank trains its share
 
-# Where ranks share the weights (fsdp, hsdp), the planner is asked for one card with the whole model, larger by what the
-# other cards hold of it. It leaves the usual headroom, and the weights of one block: FSDP has a third gathered for a
-# moment, and NCCL's buffers are in no forecast.
+# Where ranks share the weights (fsdp, hsdp), the planner plans one card with the whole model, larger by what the others
+# hold of it, less one block: FSDP has a third gathered for a moment, and NCCL's buffers are in no forecast.
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Bytes of the frozen weights, as held_bytes gives them: each block, and all else."""
-
-    blocks: Sequence[int]
-    rest: int
-
-    def per_card(self, degree: int) -> int:
-        """Where so many share them: a share, what stays whole, the block at work and the next, gathered ahead."""
-        return (sum(self.blocks) + self.rest) // degree + self.rest + 2 * max(self.blocks)
-
-    def elsewhere(self, degree: int) -> int:
-        """By how much that is less than all of them; negative for a model of few blocks."""
-        return sum(self.blocks) + self.rest - self.per_card(degree)
+def share_of(blocks: Sequence[int], rest: int, degree: int) -> tuple[int, int]:
+    """Bytes of the frozen weights, which held_bytes gives, and those on a card where so many share them: a share, what
+    stays whole, the block at work and the next, gathered ahead."""
+    whole = sum(blocks) + rest
+    return whole, whole // degree + rest + 2 * max(blocks)
 
 
 def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> TrainingPlan:
-    """The plan of one card; all processes do the same. What does not fit is planned all the same, with a warning.
-
-    Args:
-        job: with scheme and optimizer decided, and the microbatches of one process. card: the smallest.
-        degree: how many processes share one copy of the weights.
-    Raises: ValueError for a count of blocks that the model does not have; NoForecast.
-    """
-    weights = Weights(*held_bytes(job.model, subject))
-    elsewhere = weights.elsewhere(degree)
+    """The plan of one card, the smallest; all processes do the same. What does not fit is planned with a warning.
+    job: with scheme and optimizer decided, and the microbatches of one process. degree: processes that share one copy
+    of the weights. Raises: ValueError for a count of blocks that the model does not have; NoForecast."""
+    blocks, rest = held_bytes(job.model, subject)
+    whole, share = share_of(blocks, rest, degree)
+    elsewhere = whole - share  # negative for a model of few blocks
     split = replace(job.split, devices=(), split_at=(), balance="memory", memory_limit_gb=UNLIMITED_GB)
     split = replace(split, offloaded_blocks=(0,))  # which these strategies do without, as without offloaded activations
     train, parallel = replace(job.train, offload_activations="off"), replace(job.parallel, strategy="none")
     alone = replace(job, split=split, train=train, parallel=parallel)
-    more = (elsewhere - max(weights.blocks)) / (1 - HEADROOM)
+    more = (elsewhere - max(blocks)) / (1 - HEADROOM)
     larger = replace(card, usable_bytes=int(card.usable_bytes + more))
     found = plan_on(alone, subject, Machine((), (larger,)))
     (device,) = found.devices
@@ -261,16 +242,14 @@ def resolve_here(
             if count < 2:
                 helps = 'set parallel.processes to 2 or more, start with --nproc or torchrun, or set it to "auto"'
             raise ValueError(
-                f'parallel.strategy = "{strategy}" shares the weights among processes, and this is one alone; {helps}'
+                f'parallel.strategy = "{strategy}" is of several processes, and this is one alone; {helps}'
             )
         if shards_weights(strategy):  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
         return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
     if strategy and shares_rows(strategy):
-        raise ValueError(
-            f'parallel.strategy = "{strategy}" is for the devices of one process, and {ranks.count} were started; '
-            'start the job without --nproc and torchrun, or set it to "data"'
-        )
+        helps = 'start the job without --nproc and torchrun, or set it to "data"'
+        raise ValueError(f'parallel.strategy = "{strategy}" is of one process, and {ranks.count} were started; {helps}')
     if ranks.is_first and (count := job.train.gradient_accumulation_steps) % ranks.count:
         text = "train.gradient_accumulation_steps = %d is no multiple of %d processes: some wait in every step"
         _log.warning(text, count, ranks.count)
@@ -340,13 +319,12 @@ def _resolve_as(
         if fault := _why_not_sharded(job, ranks):
             raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
         degree, scheme = shard_degree(job, strategy, ranks), requested(own.model.quantize) or "none"
-        weights = Weights(*held_bytes(replace(own.model, quantize=scheme), subject))
-        needed, free = weights.per_card(degree), free_bytes(ranks.devices[0])
+        _, needed = share_of(*held_bytes(replace(own.model, quantize=scheme), subject), degree)
+        free = free_bytes(ranks.devices[0])
         if free is not None and needed > _FREE_SHARE * free:
-            raise ValueError(
-                f"the weights take {needed / 1e9:.1f} GB of {ranks.devices[0]} where {degree} processes share them, "
-                f'and {free / 1e9:.1f} GB are free; start more processes, or use model.quantize = "int8-compute"'
-            )
+            sizes = f"{needed / 1e9:.1f} GB of {ranks.devices[0]}, where {free / 1e9:.1f} GB are free"
+            helps = 'start more processes, or use model.quantize = "int8-compute"'
+            raise ValueError(f"the weights that {degree} processes share take {sizes}; {helps}")
     found = resolve(own, subject, machine)
     execution = replace(found.execution, strategy=strategy) if strategy and is_sharded else found.execution
     whole = replace(found.job, split=job.split, train=job.train, parallel=job.parallel)
@@ -398,9 +376,7 @@ def shard_degree(job: JobConfig, strategy: Strategy | None, ranks: Ranks) -> int
         return ranks.count
     degree = job.parallel.shard_degree or ranks.place.num_local
     if ranks.count % degree:
-        raise ValueError(
-            f"parallel.shard_degree = {degree} does not divide the {ranks.count} processes; give a divisor, or none"
-        )
+        raise ValueError(f"parallel.shard_degree = {degree} does not divide {ranks.count} processes; give a divisor")
     return degree
 
 

@@ -147,13 +147,9 @@ def read_job(
     has_data: bool = True,
     should_stop: Callable[[], bool] = never,
 ) -> ReadJob:
-    """Read headers and images.
-
-    Args:
-        info: the job's model if it was read already, or another in its place.
-        has_data: False takes one square of the job's settings in place of its data.
-    Raises: ValueError for settings that contradict each other or the model, or files that cannot be read; Stopped.
-    """
+    """Read headers and images. info: the job's model if it was read already, or another in its place. has_data: False
+    takes one square of the job's settings in place of its data.
+    Raises: ValueError for settings that contradict each other or the model, or files that cannot be read; Stopped."""
     refuse_block_settings(job)
     info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
@@ -168,10 +164,9 @@ def read_job(
     latent = _with_sound(job, info, variant, has_data)
     _refuse_condition(job, info, variant)
     if info.family.native is not None and info.family.native.takes_one and job.train.batch_size > 1:
-        raise ValueError(
-            f"train.batch_size is {job.train.batch_size}, but {info.family.title} computes one sample at a time; set "
-            "batch_size 1 (gradient_accumulation_steps does the same)"
-        )
+        helps = "set batch_size 1 (gradient_accumulation_steps does the same)"
+        found = f"train.batch_size is {job.train.batch_size}, but {info.family.title} computes one sample at a time"
+        raise ValueError(f"{found}; {helps}")
     refuse_text_encoders(job, info)
     if not has_data:
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))

@@ -1,19 +1,16 @@
 """A job, a machine and what an earlier run decided, made into an ExecutionPlan: where every "auto" but one ends.
 
-Nothing after this asks which devices there are, or reads a setting that may be "auto", but for cache.text_device. Where
-the cards' memory is known, the planner chooses; elsewhere "auto" is what every machine can do. A resumed run keeps its
-placement: another one would draw dropout elsewhere and sum gradients in another order.
+Where the cards' memory is known, the planner chooses; elsewhere "auto" is what every machine can do. A resumed run
+keeps its placement: another one would draw dropout elsewhere and sum gradients in another order.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,10 @@ import torch
 from torch import nn
 
 from ..assembly import ExecutionPlan
-from ..checkpoints.checkpoint import CheckpointInfo
-from ..config.job import JobConfig
+from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.load import make_empty_transformer
+from ..checkpoints.quantized_files import is_kept
+from ..config.job import JobConfig, ModelConfig, ModelScheme
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..data.samples import TrainingSample
 from ..families.comfy.native import NativeModel
@@ -30,11 +29,12 @@ from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, why_no_tokens
 from ..parallel.devices import CPU, device_title, find_device, find_devices, free_bytes, has_bf16, has_fp16
 from ..parallel.placement import Placement
 from ..parallel.ranks.group import Ranks
-from ..planning.cards import Card, cards_of
+from ..planning.cards import Card, able_schemes, cards_of
 from ..planning.costs import ModelCosts, latent_shape_of
 from ..planning.dry_run import NoForecast, Work, forward_on_meta
 from ..planning.plan import TrainingPlan, describe_work, plan_training
 from ..planning.question import Question, Setting, candidates, is_open, strategies_on
+from ..quantization.quantize import NOTHING_STORED, QUANTIZED, QuantizeReport, refusal, sort_modules, total_bytes
 from .checked_job import Subject, place_by_size
 from .samples import size_of_pictures
 
@@ -43,13 +43,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job may use. What its devices hold is asked once, when somebody first wants to know.
+    """What a job may use.
 
     Args:
         devices: as the job names them, or all there are; in order. () where the cards are elsewhere, as named.
-        host_share: jobs that share the host's free memory.
+        host_share: jobs that share the host's free memory. is_alone: no other process trains the same model.
         is_planned: whether the planner may look at its cards; not where processes share weights, see ranks.py.
-        is_alone: whether no other process trains the same model.
     """
 
     devices: tuple[torch.device, ...]
@@ -58,13 +57,13 @@ class Machine:
     is_planned: bool = True
     is_alone: bool = True
 
-    @cached_property
+    @functools.cached_property
     def cards(self) -> tuple[Card, ...] | None:
         """The devices with their memory; None where one's is not known, as on a CPU."""
         found = self.named or cards_of(list(self.devices))
         return None if found is None or not self.is_planned else tuple(found)
 
-    @cached_property
+    @functools.cached_property
     def host_bytes(self) -> int | None:
         """Free host memory that this job may take; None if unknown."""
         free = None if self.named else free_bytes(CPU)
@@ -108,13 +107,8 @@ def resolve(
     *,
     is_to_train: bool = True,
 ) -> Resolution:
-    """Settle everything that a job leaves open.
-
-    Args:
-        earlier: facts of the checkpoint that is resumed; None for a new run.
-        is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
-    Raises: ValueError if nothing fits, or the cuts are impossible.
-    """
+    """Settle everything that a job leaves open. earlier: facts of the checkpoint that is resumed. is_to_train: see
+    check_job. Raises: ValueError if nothing fits, or the cuts are impossible."""
     before = None if earlier is None else placement_of(job, earlier)
     if earlier is not None and earlier.get("is_one_model") and job.parallel.requested is None:
         is_piped = job.train.gradient_accumulation_steps > 1 and len(machine.devices) > 1
@@ -161,9 +155,7 @@ def _strategy_of(subject: Subject, job: JobConfig, placement: Placement, chosen:
     one model stays one."""
     native = subject.info.family.native
     if native is not None and native.hooks_children and any(job.split.offloaded_blocks):
-        raise ValueError(
-            f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
-        )
+        raise ValueError(f"split.offloaded_blocks: {native.class_name} never calls its blocks; leave the setting out")
     if placement.strategy != (chosen if holds_copies(chosen) else None):
         return placement.strategy or "none"
     if has_stages(chosen) and (fault := why_no_stages(native, subject.model)):
@@ -190,10 +182,9 @@ def in_type_of_cards(resolved: Resolution, info: CheckpointInfo, ranks: Ranks) -
             host = info.family.host.computing_in(torch.float16)
             info = replace(info, family=replace(info.family, host=host))
     except ValueError as error:
-        raise ValueError(
-            f"{card} does not compute in bfloat16, and float16 is not for this job: {error}; set model.dtype and "
-            'lora.dtype to "float32", or take a card that has bfloat16 (RTX 30 or newer)'
-        ) from error
+        fault = f"{card} does not compute in bfloat16, and float16 is not for this job: {error}"
+        helps = 'set model.dtype and lora.dtype to "float32", or take a card that has bfloat16 (RTX 30 or newer)'
+        raise ValueError(f"{fault}; {helps}") from error
     _log.warning("%s does not compute in bfloat16: the model is computed in float16, with a scaled loss", card)
     return info, replace(execution, dtype=torch.float16)
 
@@ -213,10 +204,17 @@ def _first_of(job: JobConfig, devices: Sequence[torch.device], without: Collecti
 
 
 def other_cards(job: JobConfig, facts: Mapping[str, Any]) -> list[str]:
-    """A line for cards of a saved run that are not here, and one if the job now asks by name for copies of the model
-    where the run had none, or the other way round."""
+    """A line for cards of a saved run that are not here, and one if the job now names copies of the model where the run
+    had none, or the other way round."""
+
+    def is_gone(name: str) -> bool:
+        try:
+            return not find_device(name)
+        except ValueError:
+            return True
+
     placed = dict.fromkeys(map(str, [*facts.get("placement", ()), *facts.get("replicas", ())]))
-    gone = ", ".join(filterfalse(_is_here, placed))
+    gone = ", ".join(filter(is_gone, placed))
     lines = [f"cards: {gone} of the run, not here"] if gone else []
     if not placed or facts.get("shards") or is_open(candidates(job).strategies):
         return lines
@@ -226,13 +224,6 @@ def other_cards(job: JobConfig, facts: Mapping[str, Any]) -> list[str]:
     today = _first_of(job, find_machine(job.split.devices).devices).strategy
     before, wanted = (kinds.get(each, "one model over all cards") for each in (found, today))
     return lines + ([f"parallel.strategy: {before} -> {wanted}"] if before != wanted else [])
-
-
-def _is_here(name: str) -> bool:
-    try:
-        return bool(find_device(name))
-    except ValueError:
-        return False
 
 
 def _plan_as_before(
@@ -321,35 +312,24 @@ def _time_by_work(job: JobConfig, subject: Subject, cards: Sequence[Card]) -> st
 
 
 def refuse_block_settings(job: JobConfig) -> None:
-    """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
+    """Raises: ValueError for what blocks cannot do, and for two models in one."""
     split, strategy = job.split, job.parallel.requested
     if job.model.second_expert:
-        raise ValueError(
-            f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
-            "the job file to `devicebridge train`, which trains both experts"
-        )
-    for name in ("blocks_without_checkpointing", "offloaded_blocks"):
-        counts = list(getattr(split, name))
-        if strategy and shares_rows(strategy) and len({*counts}) > 1:
-            raise ValueError(
-                f"split.{name} = {counts} differs between devices, which compute each block together; give each the "
-                f'same number, or set parallel.strategy, which is "{strategy}", to "auto"'
-            )
-    is_whole = strategy is not None and holds_copies(strategy) and not shares_rows(strategy)
-    copies, recomputed = f'parallel.strategy = "{strategy}"', "train.gradient_checkpointing = false"
-    is_kept = not job.train.gradient_checkpointing
-    faults = {
-        f"split.offloaded_blocks streams from host memory, and {copies} puts the whole model on every card": (
-            any(split.offloaded_blocks) and is_whole
-        ),
-        f"split.offloaded_blocks streams blocks that must be computed again, which {recomputed} keeps from happening": (
-            any(split.offloaded_blocks) and is_kept
-        ),
-        f"split.blocks_without_checkpointing names blocks that keep their activations, and by {recomputed} all do": (
-            bool(split.blocks_without_checkpointing) and is_kept
-        ),
-    }
-    if fault := next((text for text, is_so in faults.items() if is_so), ""):
+        helps = "remove it, or give the job file to `devicebridge train`, which trains both experts"
+        raise ValueError(f"model.second_expert names {job.model.second_expert}, and this trains one model; {helps}")
+    if strategy and shares_rows(strategy):
+        for key in ("blocks_without_checkpointing", "offloaded_blocks"):
+            if len(set(counts := list(getattr(split, key)))) > 1:
+                fault = f"split.{key} = {counts} differs between devices, which compute each block on all of them"
+                helps = f'give each the same number, or set parallel.strategy, which is "{strategy}", to "auto"'
+                raise ValueError(f"{fault}; {helps}")
+    elif any(split.offloaded_blocks) and strategy and holds_copies(strategy):
+        fault = f'parallel.strategy = "{strategy}" puts the whole model on every card; remove one of the two'
+        raise ValueError(f"split.offloaded_blocks streams from host memory, and {fault}")
+    settings = {"offloaded_blocks": any(split.offloaded_blocks)}
+    settings |= {"blocks_without_checkpointing": bool(split.blocks_without_checkpointing)}
+    if not job.train.gradient_checkpointing and (key := next((key for key, is_set in settings.items() if is_set), "")):
+        fault = f"split.{key} needs blocks that are computed again, and train.gradient_checkpointing = false has none"
         raise ValueError(f"{fault}; remove one of the two")
 
 
@@ -369,6 +349,37 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     sizes = min(job.train.batch_size, 2)  # the last batch of a bucket may be smaller
     alone = subject.alone - subject.train if sizes == 1 else subject.alone
     return len(subject.train) * sizes + len(alone)
+
+
+# ---- what quantizing a model will do to it, said from the checkpoint's header
+
+
+def foresee_scheme(machine: Machine, info: CheckpointInfo) -> ModelScheme:
+    """What "auto" will most likely be on this machine: none where nothing is planned."""
+    return next(iter(able_schemes(machine.cards, info.quantized_types)), "none") if machine.cards else "none"
+
+
+def preview_model(config: ModelConfig, devices: Sequence[str] = (), info: CheckpointInfo | None = None) -> str:
+    """What loading will report of a model on these devices, () for all, and what its file holds in 8 bits already.
+    info: if it was read already.
+    Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
+    works."""
+    settings, used = config.quantize_settings, find_machine(devices).devices
+    if settings and (reason := refusal(settings, used)):
+        raise ValueError(reason)
+    info = info or read_checkpoint(config.path, config.family, config.variant)
+    groups = sort_modules(make_empty_transformer(info), info.family, settings, getattr(torch, config.dtype).itemsize)
+    if settings and settings.scheme == "stored" and not groups[QUANTIZED]:
+        raise ValueError(NOTHING_STORED)
+    num_taken = sum(is_kept(info.tensors[f"{name}.weight"], settings) for name in groups[QUANTIZED]) if settings else 0
+    text = f"none: all weights in {config.dtype}, {total_bytes(groups)[1] / 1e9:.2f} GB"
+    if settings:
+        text = QuantizeReport(settings.scheme, groups, num_taken).summary()
+    if again := sum(info.quantized_types.values()) - num_taken:
+        types = ", ".join(f"{count} in {name}" for name, count in info.quantized_types.items())
+        rounded = ", linears to quantize are rounded again" if settings else ""
+        text += f"\nthe file holds quantized tensors ({types}): {again} become {config.dtype}{rounded}"
+    return text
 
 
 # ---- what a model of ComfyUI's own class cannot do in a training, by its row
@@ -395,12 +406,9 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
     )
     if unknown := next((name for name in around if name not in known), ""):
         return f"{native.class_name} has weights of its own ({unknown}) behind its blocks"
+    whole: Any = model
     for name in (*native.read_by_tail, *native.tail_arguments):
-        try:
-            is_there = callable(operator.attrgetter(name)(model))
-        except AttributeError:
-            is_there = False
-        if not is_there:
+        if not callable(functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), whole)):
             return f"{native.class_name} has no {name}, by which its last card would get what it computes with"
     return ""
 

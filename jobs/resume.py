@@ -160,19 +160,6 @@ def placement_facts(placement: Placement) -> dict[str, Any]:
     }
 
 
-def refuse_other_run(
-    job: JobConfig, identity: dict[str, Any], state: TrainingState, *, is_placed_anew: bool = False
-) -> None:
-    """Raises: ValueError naming what differs in settings, data or weights, and in devices unless is_placed_anew."""
-    if differing := _differing(job, identity, state, is_placed_anew):
-        lines = "\n".join(f"  {line}" for line in differing)
-        raise ValueError(
-            f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
-            "Set them back to resume, take --continue in place of --resume to go on with them, or start anew with "
-            "another output.folder"
-        )
-
-
 # ---- a run that goes on with other settings, or on other cards
 
 _FIXED = ("model", "model.family", "model.variant", "model.second_expert")  # and what the LoRA is
@@ -192,17 +179,25 @@ def go_on(
     if resume == "continue" and state.step > read.job.train.steps:
         done = f"{state.path} has done {state.step}"
         raise ValueError(f"train.steps = {read.job.train.steps}, but {done}; raise it to go on")
+
+    def differing(each: TrainingState, *, is_anew: bool = is_placed_anew) -> list[str]:
+        found = differences(read.job, identity, each, is_placed_anew=is_anew)
+        return found if is_anew else [*found, *other_cards(read.job, each.facts)]
+
     own = replace(state, facts=state.own)
-    if all(_differing(read.job, identity, each, is_placed_anew) for each in (state, own)):
+    if all(map(differing, (state, own))):
         if resume == "continue":
-            return _changed(read.job, identity, own).facts
-    elif state.own and _differing(read.job, identity, state, is_placed_anew):
+            return _changed(read.job, identity, own, differing(own, is_anew=False)).facts
+    elif state.own and differing(state):
         state = change_facts(own, {})
     moved = []  # a line for everything that has its blocks on other cards than before
     if not is_placed_anew and _keeps_bits(read, state):
         split = (line for line in differing_keys(job_of(state), read.job) if line.startswith("split."))
         moved = [*split, *other_cards(read.job, state.facts)]
-    refuse_other_run(read.job, identity, state, is_placed_anew=is_placed_anew or bool(moved))
+    if others := differing(state, is_anew=is_placed_anew or bool(moved)):
+        found = f"{state.path} was made with other settings, so continuing it would not be the same run:"
+        helps = "Set them back to resume, take --continue in place of --resume to go on with them, or start anew with"
+        raise ValueError("\n".join([found, *(f"  {line}" for line in others), f"{helps} another output.folder"]))
     if not moved:
         return state.facts
     what = [f"{line} (the LoRA stays the same, bit for bit, on cards of one kind)" for line in moved]
@@ -221,21 +216,14 @@ def _keeps_bits(read: ReadJob, state: TrainingState) -> bool:
     return len(types) == 1 and not (draws or has_copies) and all(name.startswith(blocks) for name in read.targets)
 
 
-def _differing(job: JobConfig, identity: dict[str, Any], state: TrainingState, is_placed_anew: bool) -> list[str]:
-    """As differences, with a line for other cards where they count."""
-    found = differences(job, identity, state, is_placed_anew=is_placed_anew)
-    return found if is_placed_anew else [*found, *other_cards(job, state.facts)]
-
-
-def _changed(job: JobConfig, identity: dict[str, Any], own: TrainingState) -> TrainingState:
+def _changed(job: JobConfig, identity: dict[str, Any], own: TrainingState, differing: list[str]) -> TrainingState:
     """The state with the job's settings, data and cards in place of its own, also on disk."""
-    lines = {line.partition(":")[0]: line for line in _differing(job, identity, own, False)}
+    lines = {line.partition(":")[0]: line for line in differing}
     is_fixed = {key: key in _FIXED or key.startswith("lora.") and key != "lora.dropout" for key in lines}
     if fixed := [f"  {line}" for key, line in lines.items() if is_fixed[key]]:
-        raise ValueError(
-            f"{own.path} cannot go on with these settings, which decide what its LoRA is:\n" + "\n".join(fixed) + "\n"
-            "Set them back, or start anew with another output.folder (lora.start_from takes a LoRA file)"
-        )
+        found = f"{own.path} cannot go on with these settings, which decide what its LoRA is:"
+        helps = "Set them back, or start anew with another output.folder (lora.start_from takes a LoRA file)"
+        raise ValueError("\n".join([found, *fixed, helps]))
     facts: dict[str, Any] = {}
     for key in lines.keys() & _DECIDE_STATE:
         lines[key] += "; the optimizer's state begins anew"
@@ -265,8 +253,8 @@ def differences(
 
 
 def job_of(state: TrainingState) -> JobConfig:
-    """The job that a checkpoint was made by, but for the LoRA's name, which may be one that is refused today.
-    Raises: ValueError naming the checkpoint for one that cannot be read."""
+    """The job that made a checkpoint, without the LoRA's name, which may be refused today.
+    Raises: ValueError naming the checkpoint if it cannot be read."""
     values = state.facts["config"]
     if isinstance(output := values.get("output"), dict):
         values = values | {"output": {key: value for key, value in output.items() if key != "name"}}
@@ -281,13 +269,8 @@ def job_of(state: TrainingState) -> JobConfig:
 
 @dataclass(frozen=True)
 class NextRun:
-    """What to do for a job, with the folder and the name of its run.
-
-    Args:
-        resume: whether it goes on from its newest checkpoint, and how.
-        finished: the result, where there is nothing left to do.
-        note: what a user should know of the choice; "" for a first run.
-    """
+    """What to do for a job, with the folder and the name of its run. finished: where there is nothing left to do. note:
+    what a user should know of the choice; "" for a first run."""
 
     job: JobConfig
     resume: Resume
@@ -308,7 +291,6 @@ def next_run(
         resume: go on with the newest run that has these settings; the number of steps may differ. "continue" goes on
             with the newest of all if none has them. None goes on with one that has them all and was stopped, and else
             starts anew.
-        info: the job's model, if it was read already.
     Raises: ValueError for a run with these very settings that was stopped, unless resume is on, or that is under way;
         Stopped when should_stop() became true while images were looked at.
     """
@@ -344,10 +326,9 @@ def next_run(
         return _finished(each, state)
     if resume is None:
         return NextRun(each, resume=True)
-    raise ValueError(
-        f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of "
-        f"{each.train.steps}; turn on resume to go on from there, or change output.name to start anew"
-    )
+    found = f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of"
+    helps = "turn on resume to go on from there, or change output.name to start anew"
+    raise ValueError(f"{found} {each.train.steps}; {helps}")
 
 
 def _resumed(job: JobConfig, run: JobConfig, resume: Resume, changes: Sequence[str] = ()) -> NextRun:
@@ -367,10 +348,8 @@ def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:
         record = read_record(Path(folder))
         is_under_way = record is not None and record.state == "running"
         if record is not None and is_under_way and record.job == json.loads(json.dumps(job_to_dict(each))):
-            raise ValueError(
-                f"{folder} holds a run with these settings that is under way; wait for its end, stop it in the "
-                "sidebar's tab DeviceBridge, or change output.name for another"
-            )
+            helps = "wait for its end, stop it in the sidebar's tab DeviceBridge, or change output.name for another"
+            raise ValueError(f"{folder} holds a run with these settings that is under way; {helps}")
         if list_checkpoints(checkpoint_folder(each)):
             found.append(each)
         elif not is_under_way:

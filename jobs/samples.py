@@ -49,9 +49,7 @@ def samples_vae(plan: JobPlan) -> Path:
         graph = "in a graph, connect Load VAE or Load Checkpoint to stock VAE of Cache Captions and Latents"
         raise ValueError(f"samples.prompts need a VAE: name it with cache.stock_vae or samples.vae; {graph}")
     if plan.job.cache.latent_source and plan.info.pipeline_folder is None:
-        raise ValueError(
-            "samples.prompts need a VAE, and the images were encoded by ComfyUI's; name it with samples.vae"
-        )
+        raise ValueError("samples.prompts need a VAE, and ComfyUI's encoded the images; name it with samples.vae")
     return plan.vae_path
 
 
@@ -90,10 +88,8 @@ def describe_expert(plan: JobPlan) -> str:
         name, partner = f"the {expert} expert", "the other one"
     if not (plan.job.samples.prompts and partner):
         return ""
-    return (
-        f"sample pictures are drawn by {name} alone, at every noise level; with {partner} "
-        "they would look better, so compare them only with each other"
-    )
+    found = f"sample pictures are drawn by {name} alone, at every noise level"
+    return f"{found}; with {partner} they would look better, so compare them only with each other"
 
 
 def make_sampler(

@@ -26,6 +26,7 @@ from .view import JobView
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
+    from ..jobs.checked_job import JobPlan
     from ..jobs.comfy_entries import ComfyEncoders
 
 _log = logging.getLogger(__name__)
@@ -234,11 +235,11 @@ def encode_texts(
     job: JobConfig,
     info: CheckpointInfo | None,
     view: JobView,
-    check: Callable[[], object],
+    check: Callable[[], JobPlan],
 ) -> None:
     """Have in the job's cache what a CLIP of ComfyUI's makes: sample prompts, or all tokens for a CLIP that is trained.
     To be called outside of TrainingModel.prepared, in which ComfyUI's kernels are others.
-    info: the job's model, if only ComfyUI can read it. check: called before a text encoder is loaded for prompts.
+    info: the job's model, if only ComfyUI can read it. check: checks the job before a CLIP is loaded for prompts.
     Raises: ValueError where the CLIP is gone; what check and check_job raise."""
     from ..events import EventLog
     from ..jobs import encode_job
@@ -249,17 +250,15 @@ def encode_texts(
         with model.prepared(info):
             plan = check_job(job, info=info, is_to_train=False, should_stop=host.is_cancelled)
         store, fault = encode_job.cache_store(job), _GONE
-        fill: Callable[..., Any] = partial(encode_job.fill_cache, plan, "captions")
         if all(key in store for key in encode_job.cache_entries(plan, "captions")):
             return
     else:
         if not (missing := encode_job.missing_prompts(job)) or dataset.find_clip is None:
             return
-        check()
+        plan = check()
         prompts = ", ".join(map(repr, missing))
         fault = f"sample_prompts {prompts} are no captions of the dataset, and {_GONE}, or take captions of the dataset"
-        fill = partial(encode_job.fill_prompts, job, info)
     if dataset.find_clip is None or (clip := dataset.find_clip()) is None:
         raise ValueError(fault)
     with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
-        fill(events=events, should_stop=host.is_cancelled, encoders=ComfyEncoders(clip))
+        encode_job.fill_cache(plan, "captions", events, host.is_cancelled, ComfyEncoders(clip))

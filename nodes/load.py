@@ -136,8 +136,7 @@ class Quantize(io.ComfyNode):
     @said_on_node
     def execute(cls, model: TrainingModel, **sockets: Any) -> io.NodeOutput:
         from ..checkpoints.checkpoint import read_checkpoint
-        from ..jobs.quantize_preview import foresee_scheme, preview_model
-        from ..jobs.resolve import find_machine
+        from ..jobs.resolve import find_machine, foresee_scheme, preview_model
 
         own = read_section(ModelConfig, _QUANTIZE_INPUTS, sockets, path=model.model.path)
         folder = folders.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
@@ -146,7 +145,7 @@ class Quantize(io.ComfyNode):
         with model.prepared() as native:
             info = native or read_checkpoint(config.path, config.family, config.variant)
             scheme = requested(own.quantize) or foresee_scheme(find_machine(model.split.devices), info)
-            report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()
+            report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info)
         if own.quantize != scheme:
             report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
         host.NodeView(cls.hidden.unique_id).show_text(report)

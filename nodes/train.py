@@ -23,6 +23,7 @@ from .view import JobView
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
+    from ..jobs.checked_job import JobPlan
     from ..jobs.job import TrainingResult
     from ..jobs.resume import NextRun
 
@@ -155,13 +156,13 @@ class TrainLora(io.ComfyNode):
             folders.refuse_job(run.job)
             if run.finished is None:
 
-                def check() -> None:
+                def check() -> JobPlan:
                     """Refuse before a text encoder is loaded. Other processes, and resumed runs, forecast alone."""
                     if not in_background:
                         refuse_cards_of_others(run.job)
                     is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
                     with model.prepared(info), host.host_memory_freed():
-                        check_job(run.job, info=info, is_to_train=is_forecast, should_stop=host.is_cancelled)
+                        return check_job(run.job, info=info, is_to_train=is_forecast, should_stop=host.is_cancelled)
 
                 encode_texts(dataset, model, run.job, info, view, check)
             with model.prepared(info):

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError, create_model
 
 from ..config.job import DataConfig, FolderConfig
 from ..config.ranges import problems_of
+from ..config.setting import keys_of
 from ..data.caption_files import (
     CaptionChanged,
     Captioned,
@@ -34,23 +35,14 @@ _MOST_VARIANTS = 2  # that are shown
 Find = Callable[[str, str], Path]
 Routes = dict[tuple[str, str], Callable[[dict[str, Any]], Answer]]
 
-
-class _Settings(BaseModel):
-    """What the dataset's node says of a folder, each as a text, and as it is where the node is not there."""
-
-    resolutions: str = "512"
-    folder_resolutions: str = ""
-    max_aspect_ratio: float = 2
-    bucket_step: int = 0
-    trigger_word: str = ""
-    caption_template: str = ""
-    default_caption: str = ""
-    regularisation: bool = False
-    caption_lines: bool = False
-    shuffle_tags: bool = False
-    keep_tags: int = 0
-    tag_dropout: float = 0
-    tag_variants: int = 8
+_OF_DATASET = "max_aspect_ratio bucket_step trigger_word caption_template caption_lines shuffle_tags "
+_OF_DATASET += "keep_tags tag_dropout tag_variants"
+_KEYS: dict[str, Any] = {key.path: (key.kind, key.default) for key in keys_of(DataConfig, "data")}
+# What the dataset's node says of a folder, each as a text, and as it is where the node is not there.
+_Settings: Any = create_model(
+    "_Settings", resolutions=(str, "512"), folder_resolutions=(str, ""), default_caption=(str, ""),
+    regularisation=(bool, False), **{name: _KEYS[f"data.{name}"] for name in _OF_DATASET.split()},
+)  # fmt: skip
 
 
 def dataset_routes(names: Callable[[], list[str]], find: Find) -> Routes:

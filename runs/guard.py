@@ -25,12 +25,8 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]{1,253})(:[0-9]{1,5})?", re.IGN
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered with: JSON values, a file, or bytes that were made for it.
-
-    Args:
-        kind: Content-Type of the file or the bytes.
-        is_saved: the browser saves the file under its name.
-    """
+    """What a request is answered with: JSON values, a file, or bytes that were made for it. kind: Content-Type of the
+    latter two. is_saved: the browser saves the file under its name."""
 
     status: int = 200
     values: Any = None

@@ -1,10 +1,8 @@
 """Trainings in processes of their own: a queue on the disk, with order, in which every job holds the cards it names.
 
-The queue is one file, replaced in one step by whoever changes it, under a lock. Whoever looks after it (a ComfyUI)
-starts jobs when their cards are free, and may end and come back: jobs go on without it.
-
-The file lies where no request can write, and so does the job of each run that was started: what a browser can send, it
-can send into the folder of the runs, too. What a run's folder says is shown, and never started (decision 48).
+The queue is one file under a lock. Whoever looks after it (a ComfyUI) starts jobs when their cards are free, and may
+end and come back. The file, and the job of each run that was started, lie where no request can write: a browser can
+send into the folder of the runs, too, so what that says is shown, and never started (decision 48).
 """
 
 from __future__ import annotations
@@ -81,8 +79,7 @@ class JobQueue:
 
     Args:
         folder: where it is remembered, which no request can write; it need not exist.
-        check: raises ValueError for a job that must not be started.
-        others: what else uses cards, of this program: ComfyUI's models.
+        check: raises ValueError for a job that must not be started. others: what else of this program uses cards.
         native: beginning of the command for a job that needs ComfyUI; () lets the command find one.
     """
 
@@ -113,19 +110,16 @@ class JobQueue:
         raise NotThere("there is no such job in the queue")
 
     def add(self, job: JobConfig, devices: Sequence[str], *, is_resumed: Resume) -> QueuedJob:
-        """Put a training at the end of the queue, or in the place of one of its run that still waits.
-
-        Args:
-            devices: every card it will use.
+        """Put a training at the end of the queue, or in the place of one of its run that still waits. devices: all
+        that it will use.
         Raises: Busy if that run is under way or was started; ValueError for a run folder outside the store, or a job
             that must not be started.
         """
         run = self._run_of(job)
         self.check(job)
         with self._held():
-            queued = QueuedJob(
-                uuid.uuid4().hex, str(self.store.root), run, tuple(devices), job_to_dict(job), is_resumed
-            )
+            root, name = str(self.store.root), uuid.uuid4().hex
+            queued = QueuedJob(name, root, run, tuple(devices), job_to_dict(job), is_resumed)
             record = read_record(self.folder(run))
             if record is not None and record.state == "running":
                 raise Busy(f"{run} is under way; stop it, or wait for its end")
@@ -159,15 +153,16 @@ class JobQueue:
 
     def stop_before_its_record(self, run: str) -> bool:
         """Remember that a job that is starting is to be stopped; whether there is one. Raises: Busy."""
-        if not self._starting(run):  # which most are not: no need to wait for another that looks after the queue
+
+        def starting() -> list[QueuedJob]:
+            return [job for job in self._readable() if job.run == run and job.state == "starting"]
+
+        if not starting():  # which most are not: no need to wait for another that looks after the queue
             return False
         with self._held():
-            for job in (found := self._starting(run)):
+            for job in (found := starting()):
                 self._change(job, is_stopped=True)
         return bool(found)
-
-    def _starting(self, run: str) -> list[QueuedJob]:
-        return [job for job in self._readable() if job.run == run and job.state == "starting"]
 
     def _readable(self) -> list[QueuedJob]:
         """As jobs(); none where the queue cannot be read, which describe() tells."""
@@ -180,8 +175,8 @@ class JobQueue:
         try:
             jobs, found = self.jobs(), []
         except (OSError, ValueError) as error:
-            queue = {"id": "", "run": _QUEUE, "devices": [], "state": "failed", "why": str(error), "is_resumed": False}
-            return [queue]
+            shown = {"state": "failed", "why": str(error)}
+            return [{"id": "", "run": _QUEUE, "devices": [], "is_resumed": False, **shown}]
         held = self.held() if any(job.state == "waiting" for job in jobs) else {}
         for job in jobs:
             values = {name: getattr(job, name) for name in ("id", "run", "state", "is_resumed")}

@@ -1,8 +1,7 @@
 """run.json in a run's folder: what runs or ran there, in which process, and how it ended.
 
-The process is named so that another with the same number is not taken for it. A record that says "running" while its
-process is gone is that of a crash. Of a process that cannot be seen from here, in another container or computer, the
-lock on its run's folder tells. The system takes that back when its owner ends, however that is.
+A record that says "running" while its process is gone is that of a crash. Of a process that cannot be seen from here,
+in another container or computer, the lock on its run's folder tells, which the system takes back when its owner ends.
 """
 
 from __future__ import annotations

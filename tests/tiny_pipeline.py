@@ -8,15 +8,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
+import peft
 import torch
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.events import Event
+from devicebridge.data.samples import BatchOrder
+from devicebridge.events import Event, EventLog
 from devicebridge.families.flux2 import _SYSTEM_MESSAGE
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from devicebridge.training.objective import make_generator
 from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
 
 if TYPE_CHECKING:
     from devicebridge.jobs.checked_job import JobPlan
@@ -116,6 +122,60 @@ def plain_loss(plan: JobPlan, model: torch.nn.Module, batch: LoadedBatch, genera
     error = (plan.family.read_prediction(output, batch.latents) - (noise - batch.latents)) ** 2
     weight = torch.ones_like(error) if batch.mask is None else batch.mask.expand_as(error)
     return (error * weight).sum() / weight.sum()
+
+
+def plain_losses(job: JobConfig, checkpoint: Path | None = None, position: tuple[int, int] = (0, 0)) -> list[float]:
+    """A trainer of one page, of diffusers, PEFT and torch: nothing of ours but data order and random numbers.
+    checkpoint: whose weights and AdamW's moments it begins with; position: epoch and index in the order of samples."""
+    from devicebridge.jobs.encode_job import cache_job
+    from devicebridge.jobs.job import check_job
+
+    plan, settings = check_job(job), job.optimizer
+    with EventLog(Path(job.output.folder) / "plain") as events:
+        data, _ = cache_job(plan, events)
+    model = getattr(diffusers, plan.family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
+    model.requires_grad_(False)
+    inside = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and "norm" not in name]
+    targets = [name for name in inside if "transformer_blocks" in name or name.startswith("blocks.")]
+    torch.manual_seed(job.train.seed)
+    pattern = "|".join(name.replace(".", r"\.") for name in targets)
+    config = peft.LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha, target_modules=pattern)
+    peft.inject_adapter_in_model(config, model)
+    model.train()
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    if checkpoint is not None:
+        weights, moments = (load_file(checkpoint / f"{name}.safetensors") for name in ("adapter", "optimizer"))
+        for index, (name, each) in enumerate(trained.items()):
+            each.data.copy_(weights[name.replace(".default", "")])
+            kept = {key: moments[f"state.{index}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            optimizer.state[each] = {key: tensor.clone() for key, tensor in kept.items()}
+    order = BatchOrder(plan.samples, batch_size=job.train.batch_size, seed=job.train.seed)
+    order.load_state_dict({"epoch": position[0], "index": position[1]})
+    losses, count = [], job.train.gradient_accumulation_steps
+    for step in range(0 if checkpoint is None else int(checkpoint.name.removeprefix("step-")), job.train.steps):
+        falling = 1 - (step / (job.train.steps - 1)) if job.schedule.name == "linear" else 1.0
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * falling
+        losses.append(0.0)
+        for index in range(count):
+            chosen = order.next()
+            batch = data.load(chosen.indices, chosen.captions)
+            loss = plain_loss(plan, model, batch, make_generator(job.train.seed, "train", step, index)) / count
+            loss.backward()
+            losses[-1] += loss.item()
+        nn.utils.clip_grad_norm_(trained.values(), job.train.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def run_on_cards(job: JobConfig, cards: int = 3, **arguments: Any) -> TrainingResult:
+    """run_job over so many emulated cards."""
+    from devicebridge.jobs.job import run_job
+    from devicebridge.tests.emulated import emulated_cards
+
+    with emulated_cards(cards):
+        return run_job(job, **arguments)
 
 
 def run_steps(job: JobConfig, count: int = 1) -> TrainingResult:

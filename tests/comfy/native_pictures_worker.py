@@ -13,8 +13,9 @@ import comfy.sd
 import node_helpers
 import torch
 from devicebridge.config.job import make_job
+from devicebridge.events import EventLog
 from devicebridge.jobs.comfy_entries import ComfyEncoders
-from devicebridge.jobs.encode_job import fill_job
+from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.nodes.host.native import files
 from devicebridge.nodes.host.native.model import native_training
@@ -128,7 +129,7 @@ class Bench:
         with small_sizes(self.family), native_training(), endless_memory(), cards_of(job), ExitStack() as stack:
             stack.enter_context(mock.patch.object(HostDecoder, "decode", remember))
             stack.enter_context(mock.patch.object(files, "load_vae", lambda path: self.vae()))
-            fill_job(check_job(job, info=self.info, is_to_train=False), lambda event: None, never, self.encoders())
+            cache_job(check_job(job, info=self.info, is_to_train=False), EventLog(None), never, self.encoders())
             return run_job(job, info=self.info), drawn
 
     @torch.inference_mode()

@@ -56,7 +56,7 @@ NEEDS = {
 }  # fmt: skip
 RANGED = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "Cosmos-Predict2", "SD 1.5 inpainting", "SD 2 v-prediction")
 _TEXT, _IMAGE, _OTHER = "Wan 2.1 T2V, 2.2 T2V 14B", "Wan 2.2 I2V 14B", "Wan 2.2 TI2V 5B"
-_SAYS_NOT = "objective.expert does not say which"
+_SAYS_NOT = "nothing says which"
 # Build, file, which one, least and largest noise level, and what is warned of. Wan's published pairs change at 0.875 of
 # the noise, those with an image at 0.9; the model's shift of 8 has no part in it.
 EXPERTS = (

@@ -14,7 +14,7 @@ from devicebridge.config.job import save_job
 from devicebridge.data.samples import BatchOrder
 from devicebridge.jobs import resolve
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.ranks import Weights, held_bytes, plan_shared
+from devicebridge.jobs.ranks import held_bytes, plan_shared
 from devicebridge.jobs.read_job import read_job, subject_of
 from devicebridge.planning.cards import Card
 from devicebridge.planning.search import HEADROOM
@@ -190,7 +190,7 @@ def _room_for(job, kept):
     one = dataclasses.replace(one, optimizer=dataclasses.replace(one.optimizer, name="adamw"))
     subject = subject_of(read_job(job))
     (device,) = plan_shared(one, subject, Card(torch.device("cpu"), 10**12, 10**12), 2).devices
-    return int((device.needed + max(Weights(*held_bytes(one.model, subject)).blocks)) / (1 - HEADROOM)) + 2
+    return int((device.needed + max(held_bytes(one.model, subject)[0])) / (1 - HEADROOM)) + 2
 
 
 def _planned_as_cards(folder):

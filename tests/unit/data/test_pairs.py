@@ -92,7 +92,7 @@ def test_folders_that_a_condition_lacks_or_does_not_take_are_refused(folders):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             _scan(after, condition, **given)
-    with pytest.raises(ValueError, match="no condition says how the model is given it"):
+    with pytest.raises(ValueError, match="needs condition, which says how the model is given it"):
         DataConfig((FolderConfig("x", references=("y",)),))
 
 

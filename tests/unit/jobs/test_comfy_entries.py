@@ -21,7 +21,7 @@ from devicebridge.jobs.encode_job import (
     CACHE_PARTS,
     cache_job,
     cache_store,
-    fill_prompts,
+    fill_cache,
     missing_prompts,
     prune_caches,
     verify_cache,
@@ -183,12 +183,13 @@ def test_prompts_that_are_no_captions_are_encoded_once_and_by_the_captions_clip(
     """As a node does before a training that has no CLIP."""
     prompts = dataclasses.replace(filled.samples, prompts=("a blue boat", "a green boat"))
     job, told = dataclasses.replace(filled, samples=prompts), []
+    plan = dataclasses.replace(check_job(filled), job=job)
     assert missing_prompts(job) == list(prompts.prompts) and missing_prompts(filled) == []
     with EventLog(Path(job.cache.folder), told.append) as events:
         with pytest.raises(ValueError, match=r"cache\.text_source names"):
-            fill_prompts(job, None, ComfyEncoders(_OtherClip(48, 0)), events, lambda: False)
-        fill_prompts(job, None, _encoders(), events, lambda: False)
-    assert missing_prompts(job) == [] and told[-1].kind == "progress" and told[-1].step == 2
+            fill_cache(plan, "captions", events, encoders=ComfyEncoders(_OtherClip(48, 0)))
+        fill_cache(plan, "captions", events, encoders=_encoders())
+    assert missing_prompts(job) == [] and [each.step for each in told if each.kind == "progress"] == [6, 7, 8]
     kept = cache_store(job).get(comfy_text_key("a blue boat", StubClip.fingerprint))
     assert torch.equal(kept["cond"], StubClip(48, 0).encode("a blue boat")[0][0][0])
 

@@ -7,21 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
-import peft
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, OptimizerConfig, job_to_dict, make_job
-from devicebridge.data.samples import BatchOrder
-from devicebridge.events import EventLog
 from devicebridge.jobs import build
-from devicebridge.jobs.encode_job import cache_job
-from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.resume import TrainingResult, next_run
+from devicebridge.jobs.job import run_job
+from devicebridge.jobs.resume import next_run
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, plain_loss, run_steps, save_tiny_dataset
+from devicebridge.tests.tiny_pipeline import (
+    encoded_before,
+    make_tiny_job,
+    plain_losses,
+    run_on_cards,
+    run_steps,
+    save_tiny_dataset,
+)
 from devicebridge.training import optimizer as optimizer_module
-from devicebridge.training.objective import make_generator
 from devicebridge.training.optimizer import clip_gradients, make_optimizer, pack_optimizer, unpack_optimizer
 from devicebridge.training.state import DamagedCheckpoint, change_facts, load_checkpoint, save_checkpoint
 from safetensors.torch import load_file
@@ -64,46 +65,6 @@ def _what(job: JobConfig) -> list[str]:
     return [each for event in lines if event["kind"] == "continued" for each in event["what"]]
 
 
-def _loop_from(job: JobConfig, checkpoint: Path, position: tuple[int, int]) -> list[float]:
-    """A fresh run that begins with a checkpoint's weights and AdamW's moments: diffusers, PEFT and torch alone."""
-    plan = check_job(job)
-    with EventLog(Path(job.output.folder) / "plain") as events:
-        data, _ = cache_job(plan, events)
-    model = getattr(diffusers, plan.family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
-    model.requires_grad_(False)
-    targets = "|".join(name.replace(".", r"\.") for name in plan.targets)
-    config = peft.LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha, target_modules=targets)
-    peft.inject_adapter_in_model(config, model)
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    weights, moments = load_file(checkpoint / "adapter.safetensors"), load_file(checkpoint / "optimizer.safetensors")
-    settings, start = job.optimizer, int(checkpoint.name.removeprefix("step-"))
-    optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    with torch.no_grad():
-        for index, (name, each) in enumerate(trained.items()):
-            each.copy_(weights[name.replace(".default", "")])
-            kept = {key: moments[f"state.{index}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            optimizer.state[each] = {key: tensor.clone() for key, tensor in kept.items()}
-    order = BatchOrder(plan.samples, batch_size=job.train.batch_size, seed=job.train.seed)
-    order.load_state_dict({"epoch": position[0], "index": position[1]})
-    losses = []
-    for step in range(start, job.train.steps):
-        falling = 1 - (step / (job.train.steps - 1)) if job.schedule.name == "linear" else 1.0
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * falling
-        total = 0.0
-        for index in range(job.train.gradient_accumulation_steps):
-            chosen = order.next()
-            batch = data.load(chosen.indices, chosen.captions)
-            loss = plain_loss(plan, model, batch, make_generator(job.train.seed, "train", step, index))
-            loss /= job.train.gradient_accumulation_steps
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(trained.values(), job.train.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
 def _position(checkpoint: Path) -> tuple[int, int]:
     order = json.loads((checkpoint / "state.json").read_text())["order"]
     return order["epoch"], order["index"]
@@ -128,7 +89,7 @@ def test_more_steps_at_another_rate_have_the_losses_of_a_fresh_run_from_there(be
     files = {file.name: file.read_bytes() for file in start.iterdir()}
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.004(.|\n)*--continue"):
         run_job(job, resume=True)
-    expected = _loop_from(job, start, _position(start))
+    expected = plain_losses(job, start, _position(start))
     found = run_job(job, resume="continue")
     assert found.step == 6 and found.losses[BEGUN:] == pytest.approx(expected, rel=1e-5)
     keys = ["optimizer.learning_rate", "optimizer.weight_decay", "schedule.name", "train.clip_norm"]
@@ -154,7 +115,7 @@ def test_new_pictures_are_encoded_alone_and_drawn_anew_from_the_step_on(tmp_path
     assert len(kept) == 11 and len(now.items() - kept.items()) == 3, "two captions and a picture"
     assert any("drawn anew from step 3 on" in line for line in _what(job))
     epoch = _position(start)[0] + 1
-    assert found.losses[BEGUN:] == pytest.approx(_loop_from(job, start, (epoch, 0)), rel=1e-5)
+    assert found.losses[BEGUN:] == pytest.approx(plain_losses(job, start, (epoch, 0)), rel=1e-5)
 
 
 def test_a_crash_of_a_continued_run_is_resumed_as_that_run_and_the_old_one_is_still_there(begun):
@@ -215,22 +176,17 @@ def _on_cards(tmp_path: Path, run: str, count: int, **sections: dict[str, Any]) 
     return _job(tmp_path, **_merged(values, sections))
 
 
-def _run(job: JobConfig, cards: int = 3, **arguments: Any) -> TrainingResult:
-    with emulated_cards(cards):
-        return run_job(job, **arguments)
-
-
 @pytest.mark.parametrize("first", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (1, 3))])
 def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path, first):
     """Also where the cards of before are gone, and with another schedule of microbatches."""
-    straight = _run(_on_cards(tmp_path, "straight", first))
+    straight = run_on_cards(_on_cards(tmp_path, "straight", first))
     assert straight.lora_path is not None
     for count in {1, 2, 3} - {first}:
         with emulated_cards(3):
             run_steps(_on_cards(tmp_path, f"to_{count}", first))
         other = _on_cards(tmp_path, f"to_{count}", count)
         seen: list[Any] = []
-        found = _run(other, count, resume=True, on_event=seen.append)
+        found = run_on_cards(other, count, resume=True, on_event=seen.append)
         loading = next(each.values for each in seen if each.values.get("name") == "loading")
         assert {device for device, _ in loading["blocks"]} == {f"lazy:{index}" for index in range(count)}
         assert found.losses == straight.losses and found.lora_path is not None
@@ -251,8 +207,8 @@ def test_other_bits_on_other_cards_are_refused_until_they_are_asked_for(tmp_path
         run_steps(_on_cards(tmp_path, "run", 2, **sections))
     job = _on_cards(tmp_path, "run", 3, **sections)
     with pytest.raises(ValueError, match="split.devices: "):
-        _run(job, resume=True)
-    assert _run(job, resume="continue").step == 2
+        run_on_cards(job, resume=True)
+    assert run_on_cards(job, resume="continue").step == 2
     assert any(line.startswith("split.devices: ") for line in _what(job))
 
 
@@ -267,8 +223,8 @@ def test_a_run_of_copies_continues_by_another_strategy(tmp_path, shares):
     save_checkpoint(path.parent, state, keep_last=1)
     before = "shares of the tokens" if shares else "data parallelism"
     with pytest.raises(ValueError, match=f"parallel.strategy: {before} -> one model over all cards"):
-        _run(job, resume=True)
-    assert _run(job, resume="continue").step == 2
+        run_on_cards(job, resume=True)
+    assert run_on_cards(job, resume="continue").step == 2
     (line,) = _what(job)
     assert line.startswith(f"parallel.strategy: {before} -> one model over all cards; the last bits")
 

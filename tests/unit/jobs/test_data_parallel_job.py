@@ -16,7 +16,7 @@ from devicebridge.parallel.local.data_parallel import DataParallel
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.planning.cards import Card
 from devicebridge.tests.emulated import CARDS, emulated_cards
-from devicebridge.tests.tiny_pipeline import make_cards_job, run_steps
+from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards, run_steps
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 
@@ -25,11 +25,6 @@ _job = partial(
     make_cards_job, train={"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3},
     parallel={"strategy": "data"}, evaluation={"folder": ""},
 )  # fmt: skip
-
-
-def _run(job, **arguments):
-    with emulated_cards(3):
-        return run_job(job, **arguments)
 
 
 def _run_a_step(job):
@@ -45,8 +40,8 @@ def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
     last bit larger."""
     held_out = {"folder": str(tmp_path / "held_out"), "quantiles": [0.5]}
     sections = {"lora": {"dropout": 0.0}, "model": {"quantize": scheme}, "evaluation": held_out}
-    one = _run(_job(tmp_path, "one", **sections, split={"devices": ["lazy:0"]}, parallel={"strategy": "none"}))
-    two = _run(_job(tmp_path, "two", **sections))
+    one = run_on_cards(_job(tmp_path, "one", **sections, split={"devices": ["lazy:0"]}, parallel={"strategy": "none"}))
+    two = run_on_cards(_job(tmp_path, "two", **sections))
     assert two.losses[0] == one.losses[0] and len(set(two.losses)) == 2
     assert two.losses == pytest.approx(one.losses, rel=tolerance)
     assert two.eval_before == one.eval_before and two.eval_after == pytest.approx(one.eval_after, rel=tolerance)
@@ -56,13 +51,13 @@ def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
 def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
     split = {"devices": ["lazy:0", "lazy:1", "lazy:2"], "blocks_without_checkpointing": [1, 0, 2]}
     seen = []
-    straight = _run(_job(tmp_path, "straight", split=split), on_event=seen.append)
+    straight = run_on_cards(_job(tmp_path, "straight", split=split), on_event=seen.append)
     loading = next(event.values for event in seen if event.values.get("name") == "loading")
     assert loading["placement"].endswith("blocks on each of lazy:0, lazy:1, lazy:2")
     job = _job(tmp_path, "stopped", split=split)
     _run_a_step(job)
     # "auto" keeps what the run began with
-    resumed = _run(dataclasses.replace(job, parallel=ParallelConfig(strategy="auto")), resume=True)
+    resumed = run_on_cards(dataclasses.replace(job, parallel=ParallelConfig(strategy="auto")), resume=True)
     assert resumed.losses == straight.losses
     assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
 
@@ -91,7 +86,7 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
     monkeypatch.setattr(schedule.Prefetch, "take", remember)
     monkeypatch.setattr(schedule.StageOrder, "begin", watch)
     train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "compile": "auto"}
-    _run(_job(tmp_path, "run", train=train, data={"resolutions": [32, 48]}))
+    run_on_cards(_job(tmp_path, "run", train=train, data={"resolutions": [32, 48]}))
     assert runs[-3:] == [3, 3, 3]
     first: dict[tuple[int, tuple[int, ...]], int] = {}
     for stage, shape, run, is_alone in seen:
@@ -105,7 +100,7 @@ def test_a_run_is_resumed_as_it_began_or_not_at_all(tmp_path, first, second):
     job = _job(tmp_path, "run", parallel={"strategy": first})
     _run_a_step(job)
     with pytest.raises(ValueError, match="would not be the same run"):
-        _run(dataclasses.replace(job, parallel=ParallelConfig(strategy=second)), resume=True)
+        run_on_cards(dataclasses.replace(job, parallel=ParallelConfig(strategy=second)), resume=True)
 
 
 def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypatch):
@@ -185,5 +180,5 @@ def test_a_job_of_an_earlier_release_is_resumed_over_all_cards(tmp_path, monkeyp
     monkeypatch.setattr(job_module, "placement_facts", lambda where: {"placement": [str(d) for d in where.devices]})
     job = _job(tmp_path, "run", parallel={"strategy": "auto"})
     _run_a_step(job)
-    assert _run(job, resume=True).step == 2
+    assert run_on_cards(job, resume=True).step == 2
     assert make_job({**dataclasses.asdict(job)}) == job

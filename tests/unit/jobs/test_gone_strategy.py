@@ -10,16 +10,16 @@ import torch
 from devicebridge.config.job import JobConfig, ParallelConfig, load_job, save_job
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.checked_job import Subject
-from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.job import check_job
 from devicebridge.jobs.resolve import placement_of
-from devicebridge.jobs.resume import TrainingResult, placement_facts
+from devicebridge.jobs.resume import placement_facts
 from devicebridge.parallel.placement import Placement
 from devicebridge.planning.costs import BlockCost, StepCost
 from devicebridge.planning.dry_run import Work
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.plans import GB, MadeUpCosts, make_cards, make_plan_job, published_info
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_on_cards
 from devicebridge.training.state import list_checkpoints, load_checkpoint, save_checkpoint
 from torch import nn
 
@@ -36,18 +36,13 @@ def _job(tmp_path: Path, folder: str, **sections: dict[str, Any]) -> JobConfig:
     return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
 
 
-def _run(job: JobConfig, **arguments: Any) -> TrainingResult:
-    with emulated_cards(4):
-        return run_job(job, **arguments)
-
-
 @pytest.mark.parametrize("strategy", ["auto", "pipeline"])
 def test_a_run_by_tensor_goes_on_over_the_same_cards(tmp_path, strategy, caplog):
     """Its LoRA is whole in the checkpoint: losses and file are those of a run that was never stopped."""
     job = replace(_job(tmp_path, "stopped"), parallel=ParallelConfig(strategy=strategy))
-    straight = _run(_job(tmp_path, "straight", parallel={"strategy": strategy}))
+    straight = run_on_cards(_job(tmp_path, "straight", parallel={"strategy": strategy}))
     steps: list[Any] = []
-    stopped = _run(job, on_event=steps.append, should_stop=lambda: any(each.kind == "step" for each in steps))
+    stopped = run_on_cards(job, on_event=steps.append, should_stop=lambda: any(each.kind == "step" for each in steps))
     assert stopped.step == 1
     # What such a run's newest checkpoint said of itself.
     path = list_checkpoints(Path(job.output.folder) / "checkpoints")[-1]
@@ -57,7 +52,7 @@ def test_a_run_by_tensor_goes_on_over_the_same_cards(tmp_path, strategy, caplog)
     save_checkpoint(path.parent, state, keep_last=1)
     caplog.clear()
     seen: list[Any] = []
-    resumed = _run(job, resume=True, on_event=seen.append)
+    resumed = run_on_cards(job, resume=True, on_event=seen.append)
     lines = [record.getMessage() for record in caplog.records if "tensor parallel" in record.getMessage()]
     assert len(lines) == 1 and job.output.folder in lines[0] and f'"{strategy}"' in lines[0]
     loading = next(each.values for each in seen if each.values.get("name") == "loading")

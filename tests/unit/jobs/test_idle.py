@@ -144,10 +144,11 @@ def test_folders_beside_each_other_are_taken(folder: Path) -> None:
 
 def test_what_has_no_effect_is_named_with_the_reason(folder: Path) -> None:
     assert not describe_idle(_job(folder))
-    said = describe_idle(_job(folder, parallel__hang_timeout_s=60.0))
-    assert "parallel.hang_timeout_s (parallel.timeout_s says" in said
-    for key, value in (("train.cuda_graphs", "auto"), ("split.calibrate", "on"), ("split.calibrate", "off")):
-        assert key in describe_idle(_job(folder, **{key.replace(".", "__"): value}))
+    for key, value in (("parallel.hang_timeout_s", 60.0), ("train.cuda_graphs", "auto"), ("split.calibrate", "on")):
+        assert f"{key} (nothing reads" in describe_idle(_job(folder, **{key.replace(".", "__"): value}))
+    tags = {"data__keep_tags": 1}
+    assert "data.tag_dropout is 0.0" in describe_idle(_job(folder, **tags))
+    assert not describe_idle(_job(folder, **tags, data__tag_dropout=0.1))
     idle = {"schedule__min_factor": 0.5, "samples__width": 64, "cache__text_window_gb": 3, "cache__text_device": "cpu"}
     said = describe_idle(_job(folder, **idle, schedule__warmup_steps=5))
     for key in ("schedule.min_factor", "samples.width", "cache.text_window_gb", "schedule.warmup_steps"):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from devicebridge.config.job import JobConfig
 from devicebridge.jobs import build as build_module
-from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.job import check_job
 from devicebridge.jobs.read_job import read_job
 from devicebridge.jobs.resume import TrainingResult
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_steps, save_tiny_dataset
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_on_cards, run_steps, save_tiny_dataset
 from devicebridge.training.state import load_checkpoint, save_checkpoint
 from safetensors.torch import load_file
 
@@ -40,15 +40,10 @@ def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> J
     )
 
 
-def _run(job: JobConfig, **arguments: Any) -> TrainingResult:
-    with emulated_cards(3):
-        return run_job(job, **arguments)
-
-
 def _stopped_and_resumed(job: JobConfig) -> TrainingResult:
     with emulated_cards(3):
         run_steps(job, 2)
-    return _run(job, resume=True)
+    return run_on_cards(job, resume=True)
 
 
 def _bytes(result: TrainingResult) -> bytes:
@@ -68,7 +63,7 @@ def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
     train = {**TRAIN, "steps": 3}
     sections: dict[str, Any] = {"lora": LOKR, "model": {"quantize": scheme, "rotation": 16}, "train": train}
-    plain = _run(_job(tmp_path, "plain", name, **sections))
+    plain = run_on_cards(_job(tmp_path, "plain", name, **sections))
     assert len(set(plain.losses)) == 3 and any(key.endswith("lokr_w1") for key in plain.lora)
     pipeline = {"split": CARDS, "parallel": {"strategy": "pipeline"}}
     ways: dict[str, dict[str, Any]] = {
@@ -78,7 +73,7 @@ def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme
         "moved": {"train": {**train, "offload_activations": "on"}},
     }  # fmt: skip
     for way, changes in {"pipeline": pipeline, **(ways if scheme == "none" else {})}.items():
-        found = _run(_job(tmp_path, way, name, **{**sections, **changes}))
+        found = run_on_cards(_job(tmp_path, way, name, **{**sections, **changes}))
         assert found.losses == plain.losses, way
         assert all(torch.equal(found.lora[key], tensor) for key, tensor in plain.lora.items()), way
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", name, **sections))
@@ -88,9 +83,9 @@ def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme
 @pytest.mark.parametrize("kind", [pytest.param("lokr", marks=pytest.mark.long), "loha", "dokr", "oft"])
 def test_every_kind_trains_on_copies_of_the_model(tmp_path: Path, kind: str) -> None:
     train = {"steps": 2}
-    plain = _run(_job(tmp_path, "plain", "wan", lora=KINDS[kind], train=train))
+    plain = run_on_cards(_job(tmp_path, "plain", "wan", lora=KINDS[kind], train=train))
     way: dict[str, Any] = {"split": CARDS, "parallel": {"strategy": "data"}}
-    copies = _run(_job(tmp_path, "copies", "wan", lora=KINDS[kind], train=train, **way))
+    copies = run_on_cards(_job(tmp_path, "copies", "wan", lora=KINDS[kind], train=train, **way))
     assert copies.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
@@ -98,18 +93,18 @@ def test_every_kind_trains_on_copies_of_the_model(tmp_path: Path, kind: str) -> 
 def test_other_kinds_train_alike_in_stages_and_resume_bit_for_bit(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
     lora = KINDS[kind]
-    plain = _run(_job(tmp_path, "plain", lora=lora))
+    plain = run_on_cards(_job(tmp_path, "plain", lora=lora))
     end = {"loha": ".hada_w2_b", "dokr": ".dora_scale", "oft": ".oft_blocks"}[kind]
     assert len(set(plain.losses)) == 4 and any(key.endswith(end) for key in plain.lora)
     for way in ({"parallel": {"strategy": "pipeline"}}, {"split": {**CARDS, "offloaded_blocks": [1, 0]}}):
-        found = _run(_job(tmp_path, str(len(way)) + next(iter(way)), lora=lora, **{"split": CARDS, **way}))
+        found = run_on_cards(_job(tmp_path, str(len(way)) + next(iter(way)), lora=lora, **{"split": CARDS, **way}))
         assert found.losses == plain.losses and all(torch.equal(found.lora[key], plain.lora[key]) for key in plain.lora)
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", lora=lora))
     assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
 
 
 def test_a_kind_begins_from_no_file_of_another(tmp_path: Path) -> None:
-    first = _run(_job(tmp_path, "first", train={"steps": 1}))
+    first = run_on_cards(_job(tmp_path, "first", train={"steps": 1}))
     with emulated_cards(2), pytest.raises(ValueError, match=r'is of lora.kind = "lora"'):
         check_job(_job(tmp_path, "b", lora={**KINDS["loha"], "start_from": str(first.lora_path)}))
 
@@ -122,7 +117,7 @@ def test_lokr_is_refused_where_the_layout_has_no_place(tmp_path: Path) -> None:
 def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
     """The loss of held-out samples is the same before the first step as it was behind the last one."""
     short = {"evaluation": {"folder": str(tmp_path / "held_out"), "quantiles": [0.3]}, "train": {"steps": 2}}
-    first = _run(_job(tmp_path, "first", **short))
+    first = run_on_cards(_job(tmp_path, "first", **short))
     assert first.eval_after is not None and first.eval_after != first.eval_before
     ways: dict[str, dict[str, Any]] = {
         "rank": {"lora": {"rank": 8, "alpha": 2}}, "dora": {"lora": {"dora": True}},
@@ -131,27 +126,27 @@ def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
     }  # fmt: skip
     for way, changes in ways.items():
         lora = {**changes.get("lora", {}), "start_from": str(first.lora_path)}
-        again = _run(_job(tmp_path, way, **{**short, **changes, "lora": lora}))
+        again = run_on_cards(_job(tmp_path, way, **{**short, **changes, "lora": lora}))
         assert again.eval_before == pytest.approx(first.eval_after, rel=1e-5), way
         assert again.eval_after != again.eval_before, way
 
 
 def test_a_run_that_started_from_a_file_resumes_without_it(tmp_path: Path) -> None:
-    first = _run(_job(tmp_path, "first"))
+    first = run_on_cards(_job(tmp_path, "first"))
     assert first.lora_path is not None
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(first.lora_path.read_bytes())
-    straight = _run(_job(tmp_path, "straight", lora={"start_from": str(copy)}))
+    straight = run_on_cards(_job(tmp_path, "straight", lora={"start_from": str(copy)}))
     job = _job(tmp_path, "resumed", lora={"start_from": str(copy)})
     with emulated_cards(3):
         run_steps(job)
     copy.unlink()
-    resumed = _run(job, resume=True)
+    resumed = run_on_cards(job, resume=True)
     assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
 
 
 def test_a_file_that_does_not_fit_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
-    first = _run(_job(tmp_path, "first"))
+    first = run_on_cards(_job(tmp_path, "first"))
     with emulated_cards(1), pytest.raises(ValueError, match=r"set lora\.rank to 4 or more"):
         check_job(_job(tmp_path, "again", lora={"rank": 2, "start_from": str(first.lora_path)}))
 
@@ -170,7 +165,7 @@ def test_every_optimizer_by_name_trains_and_resumes_bit_for_bit(tmp_path, optimi
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # torchao compiles its step
     train = {"steps": 3, "gradient_accumulation_steps": 1}
     sections: dict[str, Any] = {"optimizer": optimizer, "split": {"devices": ["cpu"]}, "train": train}
-    straight = _run(_job(tmp_path, "straight", "wan", **sections))
+    straight = run_on_cards(_job(tmp_path, "straight", "wan", **sections))
     assert len(set(straight.losses)) == 3
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
     assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
@@ -180,7 +175,7 @@ def test_a_run_of_an_earlier_version_by_kahans_sums_goes_on_in_float32(tmp_path:
     """Its checkpoints hold a LoRA in bfloat16, and what rounding took off each weight."""
     sections = {"train": {"steps": 3}, "output": {"lora_layout": "diffusers", "lora_dtype": "float32"}}
     job = _job(tmp_path, "run", lora={"dtype": "bfloat16"}, optimizer={"kahan": True}, **sections)
-    assert job.lora.dtype == "float32" and _run(job).step == 3
+    assert job.lora.dtype == "float32" and run_on_cards(job).step == 3
     folder = tmp_path / "run" / "checkpoints"
     state = load_checkpoint(folder / "step-000003")
     names = [f"{target}.lora_{half}.weight" for target in read_job(job).targets for half in "AB"]
@@ -189,7 +184,7 @@ def test_a_run_of_an_earlier_version_by_kahans_sums_goes_on_in_float32(tmp_path:
     packed = state.optimizer[0] | rests, state.optimizer[1]
     state.facts["config"]["lora"]["dtype"] = "bfloat16"
     save_checkpoint(folder, dataclasses.replace(state, adapter=halves, optimizer=packed), 1)
-    found = {name.removeprefix("transformer."): each for name, each in _run(job, resume=True).lora.items()}
+    found = {name.removeprefix("transformer."): each for name, each in run_on_cards(job, resume=True).lora.items()}
     for name, rest in zip(names, rests.values(), strict=True):
         assert torch.equal(found[name], halves[name].float() + rest.float())
 
@@ -197,11 +192,11 @@ def test_a_run_of_an_earlier_version_by_kahans_sums_goes_on_in_float32(tmp_path:
 def test_the_average_is_that_of_the_checkpoints_and_in_the_file_if_asked(tmp_path: Path) -> None:
     decay, steps = 0.9, 4
     job = _job(tmp_path, "run", train={"ema_decay": decay}, output={"save_every_steps": 1, "keep_last": 10})
-    with_average = _run(job)
+    with_average = run_on_cards(job)
     folder = tmp_path / "run" / "checkpoints"
     values = [load_file(folder / f"step-{step:06d}" / "adapter.safetensors") for step in range(1, steps + 1)]
     names = [name for name in values[0] if not name.startswith("ema.")]
-    straight = _run(_job(tmp_path, "without"))
+    straight = run_on_cards(_job(tmp_path, "without"))
     assert with_average.losses == straight.losses  # it takes no part in the training
     key = next(name for name in names if name.endswith("lora_B.weight"))
     expected = torch.zeros_like(values[0][key])  # where B begins
@@ -210,7 +205,7 @@ def test_the_average_is_that_of_the_checkpoints_and_in_the_file_if_asked(tmp_pat
         expected = weight * expected + (1 - weight) * each[key]
     module = key.removesuffix(".lora_B.weight")
     assert torch.allclose(values[-1][f"ema.{module}.lora_B.default.weight"], expected, atol=1e-7)
-    of_average, of_last = (_run(job_, resume=True) for job_ in (job, _with_last(job)))
+    of_average, of_last = (run_on_cards(job_, resume=True) for job_ in (job, _with_last(job)))
     assert _bytes(with_average) == _bytes(of_average)
     assert all(torch.equal(of_last.lora[name], tensor) for name, tensor in straight.lora.items())
     assert any(not torch.equal(of_average.lora[name], tensor) for name, tensor in straight.lora.items())
@@ -226,7 +221,7 @@ def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
         "train": {"ema_decay": 0.8, "steps": 3}, "lora": {"dtype": "bfloat16" if strategy == "none" else "float32"},
         "split": {"devices": ["cpu"]} if strategy == "none" else CARDS, "parallel": {"strategy": strategy},
     }  # fmt: skip
-    straight = _run(_job(tmp_path, "straight", "wan", **sections))
+    straight = run_on_cards(_job(tmp_path, "straight", "wan", **sections))
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
     assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
 
@@ -247,7 +242,7 @@ def test_pictures_are_drawn_with_the_average_if_asked(tmp_path, use_ema, monkeyp
 
     monkeypatch.setattr(build_module, "make_sampler", lambda plan, assembled, *others: Pictures(assembled.adapter))
     sections = {"train": {"ema_decay": 0.9, "steps": 2}, "samples": {"use_ema": use_ema}}
-    _run(_job(tmp_path, "run", "wan", split={"devices": ["cpu"]}, **sections))
+    run_on_cards(_job(tmp_path, "run", "wan", split={"devices": ["cpu"]}, **sections))
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")
     (found,) = drawn
     averages = [torch.equal(tensor, saved[f"ema.{name}"]) for name, tensor in found.items()]
@@ -260,5 +255,5 @@ def test_a_folder_s_loss_weight_is_the_factor_of_its_gradients(tmp_path: Path) -
     losses = []
     for index, weight in enumerate((1.0, 0.25)):
         folders = [{"path": str(tmp_path / "one"), "loss_weight": weight}]
-        losses.append(_run(_job(tmp_path, f"run{index}", data={"folders": folders})).losses[0])
+        losses.append(run_on_cards(_job(tmp_path, f"run{index}", data={"folders": folders})).losses[0])
     assert losses[1] == pytest.approx(0.25 * losses[0], rel=1e-6)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.resume import TrainingResult
+from devicebridge.jobs.job import check_job
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_on_cards
 from devicebridge.training.objective import NoisyBatch, Objective, predict
 from diffusers import Flux2Transformer2DModel
 from torch import nn
@@ -30,11 +29,6 @@ def _job(tmp_path: Path, run: str, **sections: Any) -> Any:
     return make_tiny_job(tmp_path, **{**values, **sections})
 
 
-def _run(job: Any) -> TrainingResult:
-    with emulated_cards(3):
-        return run_job(job)
-
-
 def test_black_is_held_to_the_model_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, seen = Objective.loss, []
 
@@ -46,7 +40,7 @@ def test_black_is_held_to_the_model_of_the_file(tmp_path: Path, monkeypatch: pyt
         return loss
 
     monkeypatch.setattr(Objective, "loss", watched)
-    trained = _run(_job(tmp_path, "watched"))
+    trained = run_on_cards(_job(tmp_path, "watched"))
     base = Flux2Transformer2DModel.from_pretrained(tmp_path / "model" / "transformer")
     held = False
     for loss, batch, (_, _, *given), said in seen:
@@ -61,13 +55,13 @@ def test_black_is_held_to_the_model_of_the_file(tmp_path: Path, monkeypatch: pyt
         assert loss == pytest.approx(expected, rel=1e-4)
     assert held
     monkeypatch.undo()
-    assert trained.losses[0] == pytest.approx(_run(_job(tmp_path, "free", objective={})).losses[0])
+    assert trained.losses[0] == pytest.approx(run_on_cards(_job(tmp_path, "free", objective={})).losses[0])
 
 
 def test_it_is_the_same_on_copies_and_over_several_cards(tmp_path: Path) -> None:
-    one = _run(_job(tmp_path, "one"))
+    one = run_on_cards(_job(tmp_path, "one"))
     for name, strategy in (("split", "none"), ("copies", "data")):
-        other = _run(_job(tmp_path, name, split={"devices": TWO}, parallel={"strategy": strategy}))
+        other = run_on_cards(_job(tmp_path, name, split={"devices": TWO}, parallel={"strategy": strategy}))
         assert other.losses == pytest.approx(one.losses, rel=1e-5), name
     with emulated_cards(2):
         chosen = check_job(_job(tmp_path, "auto", split={"devices": TWO}, parallel={"strategy": "auto"}))

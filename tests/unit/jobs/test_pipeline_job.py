@@ -11,7 +11,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.local import block_split
 from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_cards_job, make_tiny_job, run_steps
+from devicebridge.tests.tiny_pipeline import encoded_before, make_cards_job, make_tiny_job, run_on_cards, run_steps
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 
@@ -22,35 +22,22 @@ TRAIN = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 
 _job = partial(make_cards_job, train=TRAIN)
 
 
-def _run(job, **arguments):
-    with emulated_cards():
-        return run_job(job, **arguments)
-
-
 def test_every_schedule_writes_the_same_lora_and_resumes_any_other(tmp_path):
     """With dropout, which draws from the cards' generators; evaluation runs in between."""
-    plain = _run(_job(tmp_path, "none", parallel={"strategy": "none"}))
+    plain = run_on_cards(_job(tmp_path, "none", parallel={"strategy": "none"}))
     assert plain.status == "finished" and len(set(plain.losses)) == 3
     for schedule in ("auto", "pipeline"):
-        found = _run(_job(tmp_path, schedule, parallel={"strategy": schedule}))
+        found = run_on_cards(_job(tmp_path, schedule, parallel={"strategy": schedule}))
         assert found.losses == plain.losses and found.eval_after == plain.eval_after
         assert found.lora_path.read_bytes() == plain.lora_path.read_bytes()
     job = _job(tmp_path, "stopped", parallel={"strategy": "pipeline"})
     with emulated_cards():
         run_steps(job)
-    resumed = _run(
+    resumed = run_on_cards(
         dataclasses.replace(job, parallel=ParallelConfig(strategy="pipeline", microbatches_ahead=3)), resume=True
     )
     assert resumed.losses == plain.losses and resumed.eval_before == plain.eval_before
     assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
-
-
-@pytest.mark.long
-def test_kept_blocks_change_nothing_but_memory(tmp_path):
-    plain = _run(_job(tmp_path, "none", parallel={"strategy": "none"}))
-    split = {"devices": ["lazy:0", "lazy:1"], "blocks_without_checkpointing": [1, 2]}
-    kept = _run(_job(tmp_path, "kept", split=split))
-    assert kept.losses == plain.losses and kept.lora_path.read_bytes() == plain.lora_path.read_bytes()
 
 
 def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
@@ -64,32 +51,34 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(block_split, "ActivationOffload", Watched)
     train = {**TRAIN, "steps": 2}
-    plain = _run(_job(tmp_path, "plain", train={**train, "offload_activations": "off"}))
+    plain = run_on_cards(_job(tmp_path, "plain", train={**train, "offload_activations": "off"}))
     assert made == []
     job = _job(tmp_path, "offloaded", train={**train, "offload_activations": "on"})
     held = []
-    stopped = _run(job, should_stop=lambda: bool(made) and (held.append(made[-1].host_bytes) or held[-1] > 0))
+    stopped = run_on_cards(job, should_stop=lambda: bool(made) and (held.append(made[-1].host_bytes) or held[-1] > 0))
     assert stopped.step == 1 and held[-1] > 0
     again = dataclasses.replace(job.train, offload_activations="off")
-    resumed = _run(dataclasses.replace(job, train=again), resume=True)
+    resumed = run_on_cards(dataclasses.replace(job, train=again), resume=True)
     assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after
     assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
     gc.collect()
     assert len(made) == 1 and made[0].host_bytes == 0
 
 
+TWO, ONE = ["lazy:0", "lazy:1"], ["lazy:0"]
+
+
 @pytest.mark.parametrize(
     ("devices", "accumulation", "schedule", "expected"),
     [
-        (2, 4, "auto", 1), (2, 4, "pipeline", 1), (2, 4, "none", None), (2, 1, "auto", None), (1, 4, "auto", None),
-        (1, 4, "pipeline", None),
+        (TWO, 4, "auto", 1), (TWO, 4, "pipeline", 1), (TWO, 4, "none", None), (TWO, 1, "auto", None),
+        (ONE, 4, "auto", None), (ONE, 4, "pipeline", None),
+        (["lazy:0", "cpu"], 4, "auto", None),  # all threads of the host draw from its one generator
     ],
 )  # fmt: skip
 def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, schedule, expected):
-    job = _job(
-        tmp_path, "run", split={"devices": [f"lazy:{index}" for index in range(devices)]},
-        train={"steps": 1, "gradient_accumulation_steps": accumulation}, parallel={"strategy": schedule},
-    )  # fmt: skip
+    train = {"steps": 1, "gradient_accumulation_steps": accumulation}
+    job = _job(tmp_path, "run", split={"devices": devices}, train=train, parallel={"strategy": schedule})
     with emulated_cards():
         plan = check_job(job)
         assert plan.execution.ahead == expected
@@ -99,10 +88,13 @@ def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, sche
 
 def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path, caplog):
     """Emulated cards cannot compile: the job runs as it is, and says so once."""
-    plain = _run(_job(tmp_path, "none"))
+    plain = run_on_cards(_job(tmp_path, "none"))
     train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3, "compile": "auto"}
-    found = _run(_job(tmp_path, "auto", train=train))
+    found = run_on_cards(_job(tmp_path, "auto", train=train))
     assert found.losses == plain.losses and caplog.text.count("not compiled") == 1
+
+
+KEEPS_ALL = {"train": {"steps": 1, "gradient_checkpointing": False}}
 
 
 @pytest.mark.parametrize(
@@ -114,15 +106,9 @@ def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path
             {"split": {"devices": ["cpu"]}, "train": {"steps": 1, "offload_activations": "on"}},
             "the model is on the CPU",
         ),
-        (
-            {"split": {"blocks_without_checkpointing": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}},
-            "remove one",
-        ),
-        (
-            {"split": {"blocks_without_checkpointing": [0, 0]}, "train": {"steps": 1, "gradient_checkpointing": False}},
-            "remove one",
-        ),
-        ({"split": {"offloaded_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"blocks_without_checkpointing": [1, 1]}, **KEEPS_ALL}, "remove one"),
+        ({"split": {"blocks_without_checkpointing": [0, 0]}, **KEEPS_ALL}, "remove one"),
+        ({"split": {"offloaded_blocks": [1, 1]}, **KEEPS_ALL}, "remove one"),
         ({"split": {"offloaded_blocks": [1]}}, "offloaded_blocks has 1 values"),
         ({"split": {"offloaded_blocks": [3, 0], "blocks_without_checkpointing": [1, 0]}}, "that do not keep"),
         ({"split": {"devices": ["lazy:0", "cpu"], "offloaded_blocks": [0, 1]}}, "in host memory anyway"),
@@ -154,13 +140,6 @@ def test_lora_on_what_the_tail_reads_past_its_modules_trains_in_a_pipeline(tmp_p
     torch.testing.assert_close(piped.losses, plain.losses, rtol=1e-5, atol=0)
     for name, tensor in plain.lora.items():
         torch.testing.assert_close(piped.lora[name], tensor, rtol=1e-3, atol=1e-5)
-
-
-def test_the_cpu_beside_a_card_has_no_pipeline(tmp_path):
-    """All threads of the host draw from its one generator."""
-    with emulated_cards():
-        plan = check_job(_job(tmp_path, "run", split={"devices": ["lazy:0", "cpu"]}))
-    assert plan.execution.ahead is None and plan.placement.tail == ()
 
 
 def test_dora_is_not_compiled(tmp_path, caplog):

@@ -7,22 +7,19 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import read_checkpoint
-from devicebridge.checkpoints.load import load_transformer
+from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.cli.main import main
 from devicebridge.config.job import ModelConfig, save_job
-from devicebridge.jobs import quantize_preview
-from devicebridge.jobs.quantize_preview import preview_model
-from devicebridge.jobs.resolve import Machine
+from devicebridge.jobs import resolve as resolve_module
+from devicebridge.jobs.resolve import Machine, preview_model
 from devicebridge.planning import cards as planned_cards
 from devicebridge.quantization import kernel_choice
 from devicebridge.quantization.quantize import (
-    NOT_LINEAR,
-    QUANTIZED,
     SCHEMES,
     Quantizer,
     QuantizeSettings,
     refusal,
-    total_bytes,
+    sort_modules,
 )
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from safetensors.torch import load_file, save_file
@@ -36,34 +33,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(save_tiny_pipeline(folder / name, name)) for name in ("flux2", "flux1", "wan")}
 
 
-def load(config: ModelConfig) -> Any:
-    info = read_checkpoint(config.path)
-    quantizer = Quantizer(info.family, config.quantize_settings)
-    model = load_transformer(info, lambda name: torch.device("cpu"), getattr(torch, config.dtype), quantizer)
-    return quantizer.close(model)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "none"])
 @pytest.mark.parametrize("family", ["flux2", "flux1", "wan"])
-def test_layers_and_sizes_are_those_of_the_loaded_model(models: dict[str, str], family: str, scheme: str) -> None:
+def test_the_preview_is_the_report_of_the_loaded_model(models: dict[str, str], family: str, scheme: str) -> None:
     config = ModelConfig(models[family], quantize=scheme, dtype="float32")
-    found, expected = preview_model(config, CPU), load(config)
-    assert found.groups == expected.groups
-
-
-def test_what_is_left_alone_is_counted_and_named(models: dict[str, str]) -> None:
-    preview = preview_model(ModelConfig(models["wan"], quantize="int8-compute"), CPU)
-    table = preview.table()
-    assert f"{len(preview.groups[NOT_LINEAR])} layers that are no linears" in table
-    assert "LoRA: attached later, never quantized" in table
-
-
-def test_a_model_that_is_left_alone_is_measured_in_bytes_only(models: dict[str, str]) -> None:
-    preview = preview_model(ModelConfig(models["flux2"]), CPU)
-    info = read_checkpoint(models["flux2"])
-    numel = sum(math.prod(record.shape) for record in info.tensors.values())
-    assert total_bytes(preview.groups) == (2 * numel, 2 * numel)
-    assert preview.summary() == f"none: all weights in bfloat16, {2 * numel / 1e9:.2f} GB"
+    info = read_checkpoint(config.path)
+    if scheme == "none":
+        size = 4 * sum(math.prod(record.shape) for record in info.tensors.values())
+        assert preview_model(config, CPU) == f"none: all weights in float32, {size / 1e9:.2f} GB"
+        return
+    quantizer = Quantizer(info.family, config.quantize_settings)
+    report = quantizer.close(load_transformer(info, lambda name: torch.device("cpu"), torch.float32, quantizer))
+    assert preview_model(config, CPU) == report.summary()
+    assert sort_modules(make_empty_transformer(info), info.family, config.quantize_settings, 4) == report.groups
 
 
 @pytest.fixture
@@ -72,7 +54,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
         devices = [torch.device("cuda", index) for index in range(len(capabilities))]
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
         monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(quantize_preview, "find_machine", lambda names: Machine(tuple(devices)))
+        monkeypatch.setattr(resolve_module, "find_machine", lambda names: Machine(tuple(devices)))
         return devices
 
     return make
@@ -123,24 +105,26 @@ def stored(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     return str(folder)
 
 
-def test_layers_that_stay_as_the_file_has_them_are_counted(stored: str) -> None:
-    preview = preview_model(ModelConfig(stored, quantize="fp8-compute"), CPU)
-    count = sum(name.startswith("single_") for name in preview.groups[QUANTIZED])
-    assert preview.num_taken == count > 0
-    assert f"quantized tensors ({count} in float8_e4m3fn): {count} kept as they are" in preview.table()
+@pytest.mark.parametrize(
+    ("scheme", "is_taken", "ending"),
+    [
+        ("fp8-compute", True, ""),
+        ("int8", False, "become bfloat16, linears to quantize are rounded again"),
+        ("none", False, "become bfloat16"),
+    ],
+)
+def test_layers_that_a_file_holds_in_8_bits_stay_or_are_said_to_be_rounded_again(
+    stored: str, scheme: str, is_taken: bool, ending: str
+) -> None:
+    count = sum(name.endswith("weight_scale") for name in load_file(next(Path(stored, "transformer").glob("*.s*"))))
+    text = preview_model(ModelConfig(stored, quantize=scheme), CPU)
+    assert (f"({count} as they were stored)" in text) == is_taken and count > 0
+    assert is_taken or f"({count} in float8_e4m3fn): {count} {ending}" in text.splitlines()[1]
+    assert text.endswith(ending)
 
 
-def test_layers_in_another_type_are_rounded_again_and_said_to_be(stored: str) -> None:
-    preview = preview_model(ModelConfig(stored, quantize="int8"), CPU)
-    assert preview.num_taken == 0
-    assert "become bfloat16, linears to quantize are rounded again" in preview.table()
-    table = preview_model(ModelConfig(stored), CPU).table()
-    assert "become bfloat16" in table and "rounded again" not in table
-
-
-def test_check_prints_the_report_and_none_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for scheme in ("int8-compute", "none"):
-        job = make_tiny_job(tmp_path, model={"quantize": scheme})
-        save_job(job, tmp_path / "job.toml")
-        assert main(["check", str(tmp_path / "job.toml")]) == 0
-        assert f"quantize: {preview_model(job.model, job.split.devices).table()}\n" in capsys.readouterr().out
+def test_check_prints_the_preview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_tiny_job(tmp_path, model={"quantize": "int8-compute"})
+    save_job(job, tmp_path / "job.toml")
+    assert main(["check", str(tmp_path / "job.toml")]) == 0
+    assert f"quantize: {preview_model(job.model, job.split.devices)}\n" in capsys.readouterr().out

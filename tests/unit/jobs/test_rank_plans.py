@@ -12,7 +12,7 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, make_job, save_job
 from devicebridge.jobs.checked_job import Subject, held_bytes
 from devicebridge.jobs.job import plan_job, run_job
-from devicebridge.jobs.ranks import Weights, plan_shared, resolve_here
+from devicebridge.jobs.ranks import plan_shared, resolve_here, share_of
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM
@@ -47,7 +47,7 @@ def _job(scheme: str = "fp8-compute", **sections: dict) -> JobConfig:
 
 def test_sharing_out_tokens_is_refused_in_several_processes(subject: Subject) -> None:
     ranks: Any = SimpleNamespace(is_launched=True, count=2)
-    with pytest.raises(ValueError, match=r'"tokens" is for the devices of one process, and 2 were started'):
+    with pytest.raises(ValueError, match=r'"tokens" is of one process, and 2 were started'):
         resolve_here(_job(parallel={"strategy": "tokens"}), subject, ranks, 1, None)
 
 
@@ -67,7 +67,7 @@ def _needed(plan: TrainingPlan) -> int:
 @pytest.mark.parametrize("size", ["18GB", pytest.param("20GB", marks=pytest.mark.long), "24GB", "141GB"])
 def test_as_many_of_the_last_blocks_keep_their_activations_as_leave_the_headroom_and_one_block(size, subject):
     found = plan_shared(_job(), subject, _card(size), 2)
-    (kept,), block = found.uncheckpointed, max(Weights(*held_bytes(_job().model, subject)).blocks)
+    (kept,), block = found.uncheckpointed, max(held_bytes(_job().model, subject)[0])
     room = (1 - HEADROOM) * _card(size).usable_bytes - block
     assert _needed(found) == _needed(plan_shared(_job(**_asked(kept)), subject, _card(size), 2)) <= room
     if size == "141GB":
@@ -109,11 +109,11 @@ def test_settings_of_one_process_alone_do_not_reach_the_plan(subject):
 
 
 def test_a_card_holds_its_share_of_the_weights_and_two_gathered_blocks(subject):
-    weights = Weights(*held_bytes(_job("none").model, subject))
+    blocks, rest = held_bytes(_job("none").model, subject)
     device = plan_shared(_job("none"), subject, _card("141GB"), 2).devices[0]
-    whole = sum(weights.blocks) + weights.rest
-    assert device.weights == pytest.approx(whole / 2 + weights.rest + 2 * max(weights.blocks), rel=1e-3)
-    assert device.weights + weights.elsewhere(2) == pytest.approx(whole, rel=1e-3)
+    expected = (sum(blocks) + rest) / 2 + rest + 2 * max(blocks)
+    assert device.weights == pytest.approx(expected, rel=1e-3)
+    assert share_of(blocks, rest, 2) == (sum(blocks) + rest, pytest.approx(expected, rel=1e-6))
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from devicebridge.config.job import ModelConfig, SplitConfig, job_keys
 from devicebridge.encoding.comfy_data import load_encoded, read_conditioning
 from devicebridge.encoding.encode import Stopped
 from devicebridge.events import Event
-from devicebridge.jobs import encode_job, in_processes, quantize_preview
+from devicebridge.jobs import encode_job, in_processes
 from devicebridge.jobs import job as job_module
-from devicebridge.jobs.quantize_preview import preview_model
+from devicebridge.jobs import resolve as resolve_module
+from devicebridge.jobs.resolve import preview_model
 from devicebridge.patches import ring_lse
 from devicebridge.planning import plan as plan_view
 from devicebridge.planning.dry_run import NoForecast
@@ -228,9 +229,9 @@ def test_the_schemes_released_first_mean_the_same(nodes: ModuleType, model: Any)
 def test_the_report_is_shown_and_handed_on(nodes, host, model, scheme):
     with torch.inference_mode():  # as the host runs every node
         found, report = _quantized(nodes, model, scheme)
-    assert report == preview_model(found.model, model.split.devices).table()
+    assert report == preview_model(found.model, model.split.devices)
     (text,) = host.texts
-    assert text.startswith(f"{report}\nWarning: ") and report.startswith(scheme) and "a size of its own" in text
+    assert text.startswith(f"{report}\nWarning: ") and scheme in report and "a size of its own" in text
     output = nodes.Quantize.execute(model=model, quantize=scheme)
     assert output.ui.keys() == {"text"}, "a picture of the text would push the node over its neighbours"
 
@@ -249,9 +250,9 @@ def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: py
     """Not by those of the machine that the node runs on: a plan may be of other cards."""
     found, report = _quantized(nodes, model, "auto")
     assert found.model.quantize == "auto" and report.startswith("none: all weights"), "as training on a CPU"
-    monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine, info: "int8-compute")
+    monkeypatch.setattr(resolve_module, "foresee_scheme", lambda machine, info: "int8-compute")
     found, report = _quantized(nodes, model, "auto")
-    assert found.model.quantize == "auto" and report.startswith("int8-compute: ")
+    assert found.model.quantize == "auto" and "linears to int8-compute, " in report
     assert report.endswith("auto: the training's plan decides, and takes int8-compute on these devices if it fits")
 
 
@@ -293,7 +294,7 @@ def test_a_dataset_with_references_names_their_folders_and_runs_again_when_they_
     assert look(folder="dogs", evaluation_folder="", references="before") not in states
     with pytest.raises(ValueError, match=r"1\.png: has no reference in .*before"):
         _dataset(nodes, condition="kontext", references="before")
-    with pytest.raises(ValueError, match="no condition says how the model is given it"):
+    with pytest.raises(ValueError, match="needs condition, which says how the model is given it"):
         _dataset(nodes, references="before")
 
 
@@ -778,13 +779,14 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     seen: list[Any] = []
     monkeypatch.setattr(nodes.captions, "HostClip", lambda value, weighs: _Named(value))
     monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
-    monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, **rest: seen.append(encoders.clip))
+    monkeypatch.setattr(encode_job, "fill_cache", lambda plan, part, *rest: seen.append((plan, part, rest[-1].clip)))
     job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
     find = captions.remember_clip({"stock_clip": clip}, lambda files: "another", weighs=False)
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
-    captions.encode_texts(dataset, sockets["model"], job, None, JobView("1"), lambda: None)
-    assert [each.fingerprint for each in seen] == ["clip"]
-    del clip, seen[:]
+    captions.encode_texts(dataset, sockets["model"], job, None, JobView("1"), lambda: "plan")
+    ((plan, part, used),) = seen
+    assert (plan, part, used.fingerprint) == ("plan", "captions", "clip")
+    del clip, used, seen[:]
     with pytest.raises(ValueError, match="sample_prompts 'a cat' are no captions .* has let go of the CLIP"):
         captions.encode_texts(dataset, sockets["model"], job, None, JobView("1"), lambda: None)
     captions.encode_texts(dataset, sockets["model"], _job(nodes, sockets), None, JobView("1"), print)  # none to draw
@@ -809,7 +811,7 @@ class _Encoding:
         monkeypatch.setattr(nodes.train, "_start_in_background", lambda *given: self._note("start"))
         monkeypatch.setattr(job_module, "check_job", self._check)
         monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
-        monkeypatch.setattr(encode_job, "fill_prompts", lambda *given, **more: self._note("encode"))
+        monkeypatch.setattr(encode_job, "fill_cache", lambda *given: self._note("encode"))
 
     def find_clip(self) -> Any:
         self._note("clip")
