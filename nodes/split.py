@@ -57,10 +57,11 @@ class _SplitNode(io.ComfyNode):
 
     @classmethod
     def shown(cls, model: Any) -> io.NodeOutput:
-        from .host.split.model import blocks_by_card, describe_split
+        from .host.split.model import describe_split
 
-        host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
-        return io.NodeOutput(model, ui={"blocks": blocks_by_card(model)})
+        text, blocks = describe_split(model)
+        host.NodeView(cls.hidden.unique_id).show_text(text)
+        return io.NodeOutput(model, ui={"blocks": blocks})
 
 
 class SplitModel(_SplitNode):

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..families.comfy.native import NativeModel, Transport
 from ..families.spec import ModelFamily
-from ..patches.hooks import HookSet
 
 # Lists below this share of a model's bytes are embedders and the like: moving them saves nothing and costs two copies.
 _MIN_SHARE = 0.05
@@ -139,37 +138,3 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, nn.Module) else None
-
-
-class BlockCalls:
-    """Watches which blocks (fqns) the first forward of a model calls that nobody described. A block that is not called
-    as a module (the model walks its children, or calls another method) gets no activations from a bridge. On a card
-    that is a device mismatch; with weights that are cast on every use it works slowly."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        self._model = type(model).__name__
-        self._calls = Counter(dict.fromkeys(blocks, 0))
-        self._hooks = HookSet()
-        for name in blocks:
-            self._hooks.just_before(model.get_submodule(name), lambda *call, name=name: self._calls.update((name,)))
-
-    @property
-    def hook_ids(self) -> set[int]:
-        return self._hooks.ids
-
-    def stop(self) -> None:
-        self._hooks.remove()
-
-    def check(self) -> None:
-        """Stop watching. Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly. Raises:
-        RuntimeError that names lists none of whose blocks was called."""
-        self.stop()
-        lists = Counter[str]()
-        for name, calls in self._calls.items():
-            lists[name.rpartition(".")[0] or name] += calls
-        unused = [name for name, calls in lists.items() if not calls]
-        if unused:
-            raise RuntimeError(
-                f"{self._model} did not call a single block of {', '.join(unused)} as a module, so a split cannot give "
-                "these blocks their inputs on another device; load the model without a split"
-            )

@@ -421,7 +421,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.sensenova.model",
         block_lists=("language_model.model.layers",),
         tail=("language_model.model.norm_mot_gen", "fm_modules"),
-        evidence="read",
+        evidence="outside",
         refusal="its layers are run through forward_prefix, forward_generation and forward_decode, never called",
         note="see refusal; the prompt is run through the layers before sampling, outside of any forward, as well",
     ),

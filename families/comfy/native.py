@@ -21,8 +21,8 @@ from ..token_plan import TokenPlan
 
 Transport = Literal["stream", "relay"]
 # "run": tests build the class from an installed ComfyUI. "outside": it is in no ComfyUI that the tests have; its public
-# source was run once beside 0.33.0, split and whole, bit for bit. "read": its source was read, and nothing ran.
-Evidence = Literal["run", "outside", "read"]
+# source was run once beside 0.33.0, split and whole, bit for bit; of a class that is refused it was read.
+Evidence = Literal["run", "outside"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class NativeModel:
     untrained: str = ""  # why this class cannot be trained though it can be split
     no_forecast: str = ""  # why a dry run, whose tensors have no numbers, cannot tell what a training of it holds
     reads_first: tuple[str, ...] = ()  # options of a CONDITIONING that it reads of the first sample of a batch alone
-    evidence: Evidence = "run"  # what the row rests on; the first step of a class that was only read is verified
+    evidence: Evidence = "run"  # what the row rests on
     # Keyword arguments of blocks with an object in which they share what they have computed, on the device of the first
     # that did. Away from the main device each device gets an empty one: its class called without arguments.
     per_device: tuple[str, ...] = ()
@@ -119,8 +119,8 @@ class NativeModel:
     derived_rows: Mapping[str, TokenPlan] = field(default_factory=dict)
     # Kinds of inputs with which gradients of a class that nobody has described were proved on this machine.
     trained_inputs: tuple[str, ...] = ()
-    # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward
-    # should be watched like an unknown class's.
+    # Nobody has seen such a class run: that it calls its blocks is looked at, and nothing is assumed. The row may be of
+    # a base class of which this class replaces methods.
     is_derived: bool = False
 
     def __post_init__(self) -> None:
@@ -138,12 +138,7 @@ class NativeModel:
     @property
     def keeps_nothing(self) -> bool:
         """Whether a forward is known to leave nothing for the next, so that copies may compute several at once."""
-        return not (self.remembers or self.is_watched)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether nobody has seen such a class run: that it calls its blocks is looked at, and nothing is assumed."""
-        return self.is_derived or self.evidence == "read"
+        return not (self.remembers or self.is_derived)
 
     @property
     def main_lists(self) -> tuple[str, ...]:

@@ -283,7 +283,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.prism.model",
         block_lists=("fusion_blocks", "remaining_video_blocks", "video_dit_2.blocks"),
         tail=("video_dit.head", "video_dit_2.head", "audio_dit.head"),
-        evidence="read",
+        evidence="outside",
         refusal="its fused blocks are never called; the model takes them apart and adds their results",
         note="see refusal; a second video model takes the place of one half of each fused block",
     ),

@@ -77,6 +77,7 @@ class Bridge:
         self.passed_by = frozenset(passed_by)
         self.per_device = tuple(per_device)
         self.runs_alone = True  # what changes no tensor in place that was copied
+        self.entered: set[nn.Module] = set()  # what was called since it was made, of blocks and tail
         # Of interleaved runs:
         self.traffic: Traffic | None = None
         self.side_streams = SideStreams()
@@ -215,6 +216,7 @@ class Bridge:
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             local = self._local
+            self.entered.add(module)
             if not self.runs_alone and local.copies is not None:
                 self.forget()
                 if is_block:

@@ -237,7 +237,7 @@ class TokenParallel:
         self._hooks = HookSet()
         self._pool = ThreadPool()
         self.newest: dict[int, Rows] = {}  # of a rank's forward in training, whose blocks may be computed again
-        self.on_keys: Callable[[str, torch.Tensor], None] | None = None  # called on the main device with gathered keys
+        self.on_keys: Callable[[int, str, torch.Tensor], Any] | None = None  # called with rank, axis and gathered keys
 
     def attach(self) -> None:
         """Hook the modules; a second call is a no-op. Raises: AttributeError for a module that a model lacks; nothing
@@ -399,11 +399,13 @@ class TokenParallel:
         # Masks may travel too, and what is sent first is taken first.
         args = tuple(map(fit, args))
         kwargs = {name: fit(each) if name in ("mask", "attn_mask") else each for name, each in kwargs.items()}
+        see = functools.partial(self.on_keys, here.rank, axis) if self.on_keys is not None else None
         if axis == "-":
+            if see is not None:
+                see(k)
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
         gathered = Gathered(axis, (k, v), find_heads((q, k, v), args, kwargs), here.groups or self.groups)
         gathered.send(here, f"{frame.block}.{frame.module}")
-        see = functools.partial(self.on_keys, axis) if here.rank == 0 and self.on_keys is not None else None
         return gathered.attend(func, q, args, kwargs, see)
 
     def _axis(self, here: Rows, frame: _Frame, k: torch.Tensor) -> str:

@@ -18,7 +18,6 @@ import torch
 from devicebridge.families.comfy.native import NativeModel, Transport
 from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
 from devicebridge.parallel.block_lists import (
-    BlockCalls,
     execution_order,
     followers,
     hooked_modules,
@@ -32,7 +31,7 @@ from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.parallel.placement import native_list, products_of
-from devicebridge.patches.hooks import map_tensors
+from devicebridge.patches.hooks import HookSet, map_tensors
 from devicebridge.planning import times
 from devicebridge.tests.comfy.cases import case_of, long_case, run_cases
 from devicebridge.tests.comfy.native_cases import CASES, COUNTED, COUNTED_TOKENS, NEWER, Case, with_heads
@@ -340,10 +339,12 @@ class _Runs:
         order = execution_order(self.model, self.row)
         if self.row.hooks_children:
             order = tuple(f"{name}.{child}" for name in order for child in self.model.get_submodule(name)._modules)
-        calls = BlockCalls(self.model, order)
+        called, hooks = set[str](), HookSet()
+        for name in order:
+            hooks.just_before(self.model.get_submodule(name), lambda *call, name=name: called.add(name))
         self._whole_on_cpu(patched=False)
-        calls.check()
-        assert all(calls._calls.values()), calls._calls
+        hooks.remove()
+        assert called == set(order)
 
     def divided_by(self, weights: tuple[float, ...]) -> float:
         """The relative error of two forwards on so many cards, with heads in proportion to these weights."""

@@ -3,7 +3,6 @@
 Each of these was once silently wrong on a split MODEL, or failed there with a device error.
 """
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -24,7 +23,6 @@ import comfy.weight_adapter.bypass
 import torch
 from comfy.ldm.modules.attention import attention_basic, optimized_attention
 from comfy_extras.nodes_model_patch import ZImageControlPatch
-from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.comfy.registry import find_native
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
@@ -488,30 +486,6 @@ def verify_knows_state_when_it_meets_it(case: Case) -> None:
     divided = _changed(split(host.load("flux1"), verify=True), _count_in_the_attention, HOME)
     run = functools.partial(host.sample, divided, "flux1", cfg=4.0)
     case.refused("it is named", run, RuntimeError, "keeps state", "attention override")
-
-
-@case
-def a_class_that_was_read_is_verified_once(case: Case) -> None:
-    """FLUX's row as if nobody had run the class: the switch is off, and the first step is compared all the same."""
-    host = case.host
-    reference = host.sample(split(host.load("flux1")), "flux1", cfg=4.0)
-
-    def read(model_class: type) -> NativeModel:
-        row = find_native(model_class)
-        assert row is not None
-        return dataclasses.replace(row, evidence="read")
-
-    with mock.patch("devicebridge.nodes.host.split.plan.find_native", read):
-        with case.logged("devicebridge", logging.INFO) as messages:
-            divided = split(host.load("flux1"))
-            outputs = [host.sample(divided, "flux1", cfg=4.0) for _ in range(2)]
-        counting = _changed(split(host.load("flux1")), _count_in_the_attention, HOME)
-    for index, output in enumerate(outputs):
-        case.equal(f"run {index}", output, reference)
-    case.check("the user is told", any("Flux: this class was read, not run" in m for m in messages), messages)
-    case.check("verified once", sum("verified: the first step" in m for m in messages) == 1, messages)
-    run = functools.partial(host.sample, counting, "flux1", cfg=4.0)
-    case.refused("what cannot be compared", run, RuntimeError, "keeps state", "attention override")
 
 
 # The names by which a class's code asks for patches.

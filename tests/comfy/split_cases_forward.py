@@ -7,6 +7,7 @@ CPU for the unsplit reference.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import comfy.controlnet
 import comfy.ldm.flux.controlnet
@@ -14,6 +15,7 @@ import comfy.model_management
 import comfy.ops
 import comfy.patcher_extension
 import torch
+from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -240,17 +242,21 @@ def an_unknown_class(case: Case) -> None:
     reference = host.reference("flux1")
     model = host.load("flux1")
     known = type(model.model.diffusion_model)
-    model.model.diffusion_model.__class__ = type("Stranger", known.__bases__, dict(known.__dict__, __module__="tests"))
+    stranger = type("Stranger", known.__bases__, dict(known.__dict__, __module__="tests"))
+    model.model.diffusion_model.__class__ = stranger
     with case.logged("devicebridge") as messages:
         divided = split(model)
     case.check("a note says so", any("Stranger" in message for message in messages), messages)
     case.equal("as unsplit", host.sample(divided, "flux1"), reference)
     case.equal("again", host.sample(divided, "flux1"), reference)
-    case.equal(
-        "with cfg",
-        host.sample(divided, "flux1", cfg=3.0),
-        host.reference("flux1", cfg=3.0),
-    )
+    case.equal("with cfg", host.sample(divided, "flux1", cfg=3.0), host.reference("flux1", cfg=3.0))
+    host.unload_all()
+    past_hooks = mock.patch.object(DoubleStreamBlock, "__call__", lambda self, *args, **kw: self.forward(*args, **kw))
+    model = host.load("flux1", dtype=torch.float8_e4m3fn)  # such weights are cast to where their inputs are
+    model.model.diffusion_model.__class__ = stranger
+    with past_hooks:
+        sample = functools.partial(host.sample, split(model), "flux1")
+        case.refused("blocks that are no modules to it", sample, RuntimeError, "double_blocks", "without a split")
 
 
 @case

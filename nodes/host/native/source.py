@@ -157,7 +157,7 @@ def _why_not(base: Any, row: NativeModel) -> str:
     """Why a class is refused; "" if it is not."""
     if row.refusal or row.untrained:
         return row.refusal or row.untrained
-    if row.is_watched and not row.trained_inputs:
+    if row.is_derived and not row.trained_inputs:
         return (
             "nobody has described it, and nobody has compared its gradients; `devicebridge examine` with its file does "
             "that, and what is proved is trained"

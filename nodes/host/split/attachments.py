@@ -1,9 +1,7 @@
-"""What other nodes attached to a split MODEL, and how it is made right for a model on several cards.
+"""What other nodes attached to a split MODEL: seen where transformer_options bring it, and unseen inside the modules.
 
-ComfyUI calls some attachments through transformer_options, so each run is seen. Others are inside the modules and run
-unseen. Any may keep state from call to call, so forwards are not interleaved beside them. Their own tensors are on the
-main card, so a patch gets its tensors there. A block replacement calls the block, so it runs on the block's card. What
-either writes into its arguments is carried back (parallel/local/borrow.py).
+Any may keep state, so forwards are not interleaved beside it. Patches get their tensors on the main card, where their
+own are; block replacements run on the block's card. What either writes is carried back (parallel/local/borrow.py).
 """
 
 from __future__ import annotations
@@ -25,11 +23,13 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.utils import set_attr_param
 from torch import nn
 
+from ....families.token_plan import TokenPlan
 from ....parallel.local.borrow import Borrowed, Residuals
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.tokens import HERE, RowsError
 from ....parallel.transfer import current_device
 from ....patches.changes import code_of, foreign_methods, replaced_methods
+from ....patches.hooks import tensors_reached
 from .model_copy import reachable
 from .plan import SplitPlan
 from .shown_inputs import OVERRIDE
@@ -54,14 +54,9 @@ _NAG = "NAGuidance.execute.<locals>.nag_attention_output_patch"
 _ROW_BY_ROW = {("attn1_output_patch", "nodes_nag.py", _NAG): ("Flux", "Chroma", "HunyuanVideo")}
 
 
-# ---- inside the modules
-
-
 def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[tuple[str, str]]:
     """What was attached inside the diffusion model and runs unseen: the module's name, "" for anywhere, and words.
-
-    patcher: the MODEL, with its object patches and injections applied. own_hooks: ids of the split's hooks.
-    """
+    patcher: the MODEL, with its object patches and injections applied. own_hooks: ids of the split's hooks."""
     for key, value in patcher.object_patches.items():
         if key.startswith(f"{ROOT}.") and not is_compiled(value):
             yield key.removeprefix(f"{ROOT}."), f"the object patch of {key}"
@@ -89,9 +84,6 @@ def is_compiled(value: Any) -> bool:
     return hasattr(value, "_orig_mod")
 
 
-# ---- in the options of a forward
-
-
 def seen_attachments(options: Mapping[str, Any]) -> list[str]:
     """What transformer_options bring that runs inside the forward, in words for the user."""
     found = [name for name in _SEEN_ENTRIES if any(options.get(name, {}).values())]
@@ -112,14 +104,10 @@ def holds_tensors(function: Any) -> bool:
     return any(isinstance(part, (torch.Tensor, nn.Module)) for part in reachable(function))
 
 
-# ---- what may notice that forwards are interleaved
-
-
 def reasons_against_overlap(
     model: Any, unseen: Sequence[str], conds: list[Any], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Why micro-batches of this step must not be interleaved. model: the BaseModel. unseen: what runs inside it.
-    conds, options: conditionings and model_options of this step."""
+    """Why micro-batches of this step must not be interleaved. model: the BaseModel. unseen: what runs inside it."""
     patcher = model.current_patcher
     if torch.is_grad_enabled():
         yield "gradients are recorded"
@@ -184,9 +172,6 @@ def _node_file(path: str) -> str:
     return found.name if found.parent == code / "comfy_extras" else ""
 
 
-# ---- where each card has a share of the rows, or of the heads
-
-
 def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
     """Refuse what other nodes would do where each card has a share of the tokens. options: transformer_options.
     others: what is attached elsewhere, in words for the user. Raises: RowsError that names it."""
@@ -224,8 +209,6 @@ def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: S
         raise RuntimeError(_ONLY_A_SHARE.format("some of the attention heads", found[0]))
 
 
-# ---- attention that a class calls by its name
-
 # By these names ComfyUI's classes call attention.
 _CHOOSES = "optimized_attention_for_device"
 _ATTENTION = (_CHOOSES, "optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
@@ -239,10 +222,8 @@ def home_of(kind: type) -> str:
 
 
 def attention_of(model: nn.Module, *, is_wide: bool = False) -> dict[tuple[Any, str], Any]:
-    """What this class's modules call attention, by the module of Python and the name there.
-
-    is_wide: also in modules that have no class of it, such as comfy.ldm.flux.math.
-    """
+    """What this class's modules call attention, by the module of Python and the name there. is_wide: also in modules
+    that have no class of it, such as comfy.ldm.flux.math."""
     named = set(sys.modules) if is_wide else {type(each).__module__ for each in model.modules()}
     homes = ("comfy.ldm.", home_of(type(model)))
     modules = [sys.modules[name] for name in sorted(named) if f"{name}.".startswith(homes) and name in sys.modules]
@@ -250,10 +231,11 @@ def attention_of(model: nn.Module, *, is_wide: bool = False) -> dict[tuple[Any, 
 
 
 @contextmanager
-def led_by_name(model: nn.Module) -> Iterator[None]:
-    """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any.
+def led_by_name(model: nn.Module, plan: TokenPlan | None = None) -> Iterator[None]:
+    """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any;
+    a no-op for a plan whose blocks pass options, which lead to it.
     The last one of several inside puts ComfyUI's functions back, but where other code has set its own."""
-    places = list(attention_of(model))
+    places = [] if plan is not None and plan.passes_options else list(attention_of(model))
     with _LEADING:
         for module, name in places:
             if not _num_led[module, name]:
@@ -280,13 +262,19 @@ def _led(function: Callable[..., Any]) -> Callable[..., Any]:
         parallel = HERE.parallel
         if parallel is None or parallel.plan.passes_options:  # then the override of its options leads to us
             return function(*args, **kwargs)
-        check_attention(function)
-        return parallel.attend(function, *args, **kwargs)
+        return override_of(parallel)(function, *args, **kwargs)
 
     return attend
 
 
-# ---- made right for several cards
+def override_of(rows: Any, chosen: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """An attention override that leads to a TokenParallel. chosen: the user's. Raises: as check_attention."""
+
+    def attend(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check_attention(function)
+        return rows.attend(function if chosen is None else functools.partial(chosen, function), *args, **kwargs)
+
+    return attend
 
 
 def wrap_control(bridge: Bridge, control: dict[str, Any]) -> dict[str, Any]:
@@ -359,8 +347,10 @@ def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
     """The patch with its tensors on the main card; what it returns or writes goes back to where they were."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = _first_device((args, kwargs))
-        if device is None or device == bridge.main_device:
+        options = {key for key, value in kwargs.items() if isinstance(value, dict) and is_options(value)}
+        tensors = tensors_reached((args, kwargs), {*PASSED_BY, *options})
+        device = tensors[0].device if tensors else bridge.main_device
+        if device == bridge.main_device:
             return patch(*args, **kwargs)
         borrowed = Borrowed([args, kwargs], bridge.main_device, is_passed=is_options, passed_by=PASSED_BY)
         with current_device(bridge.main_device):
@@ -374,13 +364,3 @@ def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
 def is_options(value: dict[Any, Any]) -> bool:
     """Whether a dict is somebody's transformer_options."""
     return any(key in value for key in _OPTION_KEYS)
-
-
-def _first_device(tree: Any) -> torch.device | None:
-    """Device of the first tensor that is not part of transformer_options."""
-    if isinstance(tree, torch.Tensor):
-        return tree.device
-    if isinstance(tree, dict):
-        tree = [] if is_options(tree) else [value for key, value in tree.items() if key not in PASSED_BY]
-    found = (_first_device(item) for item in tree) if isinstance(tree, (tuple, list)) else ()
-    return next((device for device in found if device is not None), None)

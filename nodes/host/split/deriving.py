@@ -1,9 +1,7 @@
-"""The rows of a class that nobody described: derived from small forwards, proved, and kept.
+"""The rows of a class that nobody described: derived from small forwards of one card (watching.py), proved, and kept.
 
-The main card computes small forwards of random numbers and notes what its blocks are given (watching.py). Candidates
-(parallel/local/deriving.py) are then computed by all cards. The first one holds whose results and keys, row by row, are
-those of one card: attention shows no wrong order. Whole steps at the user's own size are compared beside that, in each
-third of a run. A weight of zeros hides what it multiplies, so all is done for every set of patches.
+The first candidate holds by which all cards have one card's results and keys. Steps of the user's size are compared,
+too, in each third of a run. A weight of zeros hides what it multiplies, so all is done for every set of patches.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import logging
 import sys
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +38,7 @@ from ....parallel.local.watching import Notes, Watch, apart
 from ....parallel.transfer import copy_to
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 from ....planning.derived_rows import DerivedRows, Verdict
-from .attachments import OVERRIDE, check_attention, home_of, led_by_name
+from .attachments import OVERRIDE, home_of, led_by_name, override_of
 from .model_copy import RUNTIME_STATE
 from .shown_inputs import FUNCTIONS, OPTIONS, ShownInputs
 
@@ -81,39 +79,20 @@ class Cards:
         self, plan: TokenPlan, given: Mapping[str, Any], shares: Sequence[float]
     ) -> tuple[list[Any], list[list[torch.Tensor]]]:
         """The forward of each card, and the keys that each has in its attentions."""
-        rows = _Noted(self.models, self.devices, plan, shares, self.send)
-
-        def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            check_attention(func)
-            return rows.attend(func, *args, **kwargs)
+        rows = TokenParallel(self.models, self.devices, plan, shares, self.send)
+        seen: list[list[torch.Tensor]] = [[] for _ in self.models]
+        rows.on_keys = lambda rank, axis, keys: seen[rank].append(keys.detach().clone())
 
         def run(rank: int) -> Any:
             own = copied(given, self.devices[rank])
-            return self.forwards[rank](**(_with_override(own, attend) if plan.passes_options else own))
+            return self.forwards[rank](**(_with_override(own, override_of(rows)) if plan.passes_options else own))
 
         rows.attach()
         try:
-            with nullcontext() if plan.passes_options else led_by_name(self.models[0]):
-                return rows.run([functools.partial(run, rank) for rank in range(len(self.models))]), rows.seen
+            with led_by_name(self.models[0], plan):
+                return rows.run([functools.partial(run, rank) for rank in range(len(self.models))]), seen
         finally:
             rows.remove()
-
-
-class _Noted(TokenParallel):
-    """Keeps the keys of every attention, by rank."""
-
-    def __init__(self, models: Sequence[nn.Module], *args: Any) -> None:
-        super().__init__(models, *args)
-        self.seen: list[list[torch.Tensor]] = [[] for _ in models]
-
-    def attend(self, func: Callable[..., Any], *tensors: Any, **kwargs: Any) -> Any:
-        def noted(q: torch.Tensor, k: torch.Tensor, *args: Any, **named: Any) -> Any:
-            here = self.rows
-            assert here is not None, "inside a forward of a rank"
-            self.seen[here.rank].append(k.detach().clone())
-            return func(q, k, *args, **named)
-
-        return super().attend(noted, *tensors, **kwargs)
 
 
 def _with_override(given: dict[str, Any], override: Callable[..., Any]) -> dict[str, Any]:
@@ -125,9 +104,6 @@ def copied(given: Mapping[str, Any], device: torch.device | None = None) -> dict
     change = torch.clone if device is None else lambda tensor: copy_to(tensor.clone(), device)
     own = {name: map_tensors(value, change, FUNCTIONS) for name, value in given.items()}
     return {name: dict(value) if isinstance(value, dict) else value for name, value in own.items()}
-
-
-# ---- proving
 
 
 @dataclass(frozen=True)
@@ -252,16 +228,14 @@ def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
 def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
     """What forwards write into modules beside weights is put back: attributes, buffers, and what is in either."""
     before = [(module, _state_of(module)) for model in models for module in model.modules()]
-    filled, numbers = list[tuple[Any, Any]](), list[tuple[torch.Tensor, torch.Tensor]]()
-    waiting: list[Any] = [each for _, state in before for each in state.values()]
+    held, waiting = list[tuple[Any, Any]](), [each for _, state in before for each in state.values()]
     while waiting:
         each = waiting.pop()
-        if type(each) in (dict, list):
-            filled.append((each, copy.copy(each)))
         if type(each) in (dict, list, tuple):
+            held.append((each, copy.copy(each)))
             waiting += each.values() if isinstance(each, dict) else each
         elif isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter) and each.device.type != "meta":
-            numbers.append((each, each.clone()))
+            held.append((each, each.clone()))
     try:
         yield
     finally:
@@ -269,11 +243,12 @@ def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
             for name in _state_of(module).keys() - state.keys():
                 del module.__dict__[name]
             module.__dict__.update(state)
-        for each, held in filled:
-            each.clear()
-            (each.update if isinstance(each, dict) else each.extend)(held)
-        for tensor, own in numbers:
-            tensor.copy_(own)
+        for each, own in held:
+            if isinstance(each, torch.Tensor):
+                each.copy_(own)
+            elif not isinstance(each, tuple):
+                each.clear()
+                (each.update if isinstance(each, dict) else each.extend)(own)
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
@@ -281,9 +256,6 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
-
-
-# ---- kept
 
 
 def rows_of(model: nn.Module) -> DerivedRows:
@@ -322,7 +294,7 @@ def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
     """The row with what was derived and proved on this machine, gradients among it: the blocks of a class that nobody
     has described, and where tokens are, unless a plan is written."""
     rows = rows_of(model)
-    if row.is_watched and (trained := rows.trained.read()):
+    if row.is_derived and (trained := rows.trained.read()):
         proved = {kind: each for kind, each in trained.items() if not each.refused}
         row = replace(
             row,

@@ -1,8 +1,7 @@
 """`devicebridge examine FILE`: where the blocks and tokens of a file's class are, as rows to be written down.
 
-Runs in a process of its own that has ComfyUI in it; see cli/native.py. deriving.py derives and proves as in a split,
-by two ranks on one device. Gradients are proved with a LoRA on every linear. Blocks that are computed again, with
-tensors of their own, and cards that share out the tokens have those of one card, which are the slopes of the result.
+deriving.py proves as in a split, by two ranks on one device. Gradients are proved with a LoRA on every linear: blocks
+that are computed again, and cards that share out the tokens, have those of one card, which are slopes of the result.
 """
 
 from __future__ import annotations
@@ -79,17 +78,15 @@ def examine(path: Path) -> str:
     for signature, each in found.items():
         if each.row is not None and not is_written:
             kept.keep(signature, each)
-    proved = [each for each in found.values() if each.row is not None]
-    rows = dict.fromkeys(written(each.row) for each in proved if each.row)
-    without = next((each.refused for each in proved if each.refused), "")
-    lines = [
-        f"# {name}: {'has a written row' if is_written else 'nobody has described its tokens'}.",
-        "# Derived from small pictures, and proved for inputs of these kinds alone: results and keys are one card's.",
-        f"# Gradients: {without or 'those of one card'}.",
-        *(f'"{name}": {each},' for each in rows),
-    ]
-    if not rows:
-        lines = [f"{name} cannot be shared out by tokens: {next(iter(found.values())).refused}"]
+    proved = [(written(each.row), each.refused) for each in found.values() if each.row is not None]
+    lines = [f"{name} cannot be shared out by tokens: {next(iter(found.values())).refused}"]
+    if proved:
+        lines = [
+            f"# {name}: {'has a written row' if is_written else 'nobody has described its tokens'}.",
+            "# Derived from small pictures, proved for inputs of these kinds alone: results and keys are one card's.",
+            f"# Gradients: {next((refused for _, refused in proved if refused), 'those of one card')}.",
+            *(f'"{name}": {row},' for row in dict.fromkeys(row for row, _ in proved)),
+        ]
     blocks = min(trained.values(), key=lambda each: bool(each.refused), default=Blocks(layout.block_lists))
     if trained:
         lines += [f"# Training of a LoRA by blocks: {blocks.refused or 'gradients are those of one card, and slopes'}."]
@@ -124,7 +121,7 @@ def _verdicts(model: Any, layout: NativeModel) -> tuple[dict[str, Verdict], dict
                 found[shown.signature] = Verdict(row, why, has_gradients=not why)
             except RowsError as error:
                 found[shown.signature] = Verdict(None, str(error))
-            if layout.is_watched and shown.kind not in trained:
+            if layout.is_derived and shown.kind not in trained:
                 trained[shown.kind] = trained_blocks(cards, given)
         raise _Seen
 
@@ -200,9 +197,6 @@ def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, mask: Seque
     raise RuntimeError(f"no text was found that {type(root).__name__} reads")
 
 
-# ---- gradients
-
-
 class _Lora:
     """A LoRA on every linear of some copies of a model, each with leaves of its own, of the same numbers."""
 
@@ -239,11 +233,15 @@ def gradient_fault(cards: Cards, plan: TokenPlan, given: Mapping[str, Any]) -> s
     """What differs between gradients of all cards, added up, and those of one; "" if nothing does."""
 
     def compared(proof: Proof) -> str:
-        expected, found = (gradients_of(cards, each, proof.given) for each in (None, plan))
-        far, name = worst(found, expected)
-        return "" if far <= _NEAR else f"the gradient of {name} differs by {far:.2g} of its length"
+        found = gradients_of(cards, plan, proof.given)
+        return _gradients_differ(found, gradients_of(cards, None, proof.given), "")
 
     return _fault_of(cards, given, compared)
+
+
+def _gradients_differ(found: Gradients, expected: Gradients, where: str) -> str:
+    far, name = worst(found, expected)
+    return "" if far <= _NEAR else f"the gradient of {name} differs by {far:.2g} of its length{where}"
 
 
 def trained_blocks(cards: Cards, given: Mapping[str, Any]) -> Blocks:
@@ -272,9 +270,9 @@ def trained_blocks(cards: Cards, given: Mapping[str, Any]) -> Blocks:
             return f"it does not call {min(left)} as a module"
         expected = gradients_of(cards, None, small)
         with _as_trained(model, cards.lists):
-            far, name = worst(gradients_of(cards, None, small), expected)
-        again = f"the gradient of {name} differs by {far:.2g} where blocks are computed again, with their own tensors"
-        return again if far > _NEAR else _slope_fault(cards, small, expected)
+            found = gradients_of(cards, None, small)
+        where = " where blocks are computed again, with their own tensors"
+        return _gradients_differ(found, expected, where) or _slope_fault(cards, small, expected)
 
     refused = _fault_of(cards, given, compared)
     return Blocks(stages.lists, stages.tail, refused)

@@ -39,17 +39,11 @@ _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
 _WRAPPERS = {WrappersMP.PREPARE_SAMPLING: prepare_with_forecast, WrappersMP.CALC_COND_BATCH: run_overlapped}
-_EVIDENCE = {
-    "read": "this class was read, not run: its first step is computed twice, and the run stops where bits differ",
-    "outside": "this class is in no ComfyUI that this pack is tested with; turn verify on for the first run",
-}
 
 
 def split_model(model: Any, request: SplitRequest) -> Any:
     """A MODEL that computes as this one does, over several devices; the given one is only unloaded.
-
-    Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split so.
-    """
+    Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split so."""
     _check_splittable(model)
     plan = plan_split(model, request)
     # Its patchers leave their cards, so that the weights are as they were loaded.
@@ -83,9 +77,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
 
 def load_split_model(path: Path, weight_dtype: str, place: SplitRequest | torch.device | None) -> Any:
     """Load a diffusion model file as a MODEL that never exists unsplit, or whole on a device; None: on ComfyUI's.
-
-    Raises: ValueError or RuntimeError as split_model; RuntimeError from ComfyUI for a file it does not know.
-    """
+    Raises: ValueError or RuntimeError as split_model; RuntimeError from ComfyUI for a file it does not know."""
     device = place.devices[0] if isinstance(place, SplitRequest) else place
     options = _WEIGHT_DTYPES[weight_dtype] | ({"load_device": device} if device is not None else {})
     model = comfy.sd.load_diffusion_model(str(path), model_options=options)
@@ -95,17 +87,11 @@ def load_split_model(path: Path, weight_dtype: str, place: SplitRequest | torch.
     return _with_wrappers(become_split(model))
 
 
-def describe_split(model: Any) -> str:
-    """One line: blocks and weights per device; for an unsplit model its device."""
-    tree = tree_of(model.model)
-    cards = [f"whole model on {model.load_device}"] if tree is None else [*_describe_cards(tree), tree.plan.describe()]
-    return "; ".join(cards)
-
-
-def blocks_by_card(model: Any) -> list[tuple[str, int]]:
-    """Card and number of blocks, in the order of the blocks; [] for an unsplit model."""
-    tree = tree_of(model.model)
-    return [] if tree is None else tree.plan.num_blocks()
+def describe_split(model: Any) -> tuple[str, list[tuple[str, int]]]:
+    """One line: blocks and weights per device, for an unsplit model its device. And cards with numbers of blocks."""
+    if (tree := tree_of(model.model)) is None:
+        return f"whole model on {model.load_device}", []
+    return "; ".join([*_describe_cards(tree), tree.plan.describe()]), tree.plan.num_blocks()
 
 
 def _describe_cards(tree: SplitTree) -> list[str]:
@@ -117,8 +103,8 @@ def _log_plan(tree: SplitTree) -> None:
     plan, name = tree.plan, tree.plan.layout.class_name
     for line in (f"{name}, {len(plan.blocks)} blocks: {plan.describe()}", *_describe_cards(tree)):
         _log.info("split: %s", line)
-    if plan.layout.evidence in _EVIDENCE:
-        _log.warning("split: %s: %s", name, _EVIDENCE[plan.layout.evidence])
+    if plan.layout.evidence == "outside":
+        _log.warning("split: %s is in no ComfyUI that this pack is tested with; turn verify on for the first run", name)
 
 
 def _with_wrappers(split: Any) -> Any:
@@ -161,16 +147,10 @@ def _origin_of(model: Any) -> Origin:
     return find
 
 
-# ---- the way
-
-
 def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     """The plan of the requested way, else of the one that is forecast to be the fastest; a line in the log says why.
-
-    The size of the latents and whether CFG is used are not known yet. So auto goes by a usual size, and a way must be
-    faster both with CFG and without; a model that is given its guidance as a number has none.
-    Raises: ValueError as the planner of the way.
-    """
+    Auto goes by a usual size, and a way must be faster both with CFG and without; a model that is given its guidance as
+    a number has none. Raises: ValueError as the planner of the way."""
     root = model.model.diffusion_model
     if request.way in ("tensor", "tokens"):
         return (plan_tensor if request.way == "tensor" else plan_tokens)(root, request)
@@ -178,26 +158,25 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     if request.way == "blocks":
         return blocks
     plans: dict[WayName, SplitPlan] = {"blocks": blocks}
-    refusals: dict[WayName, str] = {}
+    makers: dict[WayName, Callable[..., SplitPlan]] = {"tensor": _tensor_for_auto, "tokens": _tokens_for_auto}
+    refusals: list[str] = []
     try:
         _check_auto(model, request)
-        for way, make in _PLANNED_FOR_AUTO.items():
+        for way, make in makers.items():
             try:
                 plans[way] = make(model, request, blocks)
-            except (ValueError, RuntimeError) as error:
-                refusals[way] = first_line(error).partition(". ")[0]  # what to do is for who named that way
+            except (ValueError, RuntimeError) as error:  # what to do is for who named that way
+                refusals.append(f"not {way}: {first_line(error).partition('. ')[0]}")
         if len(plans) == 1:
-            raise ValueError("; ".join(f"not {way}: {reason}" for way, reason in refusals.items()))
+            raise ValueError("; ".join(refusals))
         num_tokens = usual_tokens(blocks.layout)
-        tensor, tokens = plans.get("tensor"), plans.get("tokens")
-        ways = compare_ways(root, blocks, tensor, num_tokens, tokens)  # type: ignore[arg-type]
+        ways = compare_ways(root, blocks, plans.get("tensor"), num_tokens, plans.get("tokens"))  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
         _log.info("split: way auto takes blocks: %s", first_line(error))
         return blocks
     counts = (1,) if has_guidance(root) else (1, 2)
     taken, seconds = ways.fastest(counts), "; with CFG ".join(str(ways.seconds(count)) for count in counts)
-    reasons = "".join(f"; not {way}: {reason}" for way, reason in refusals.items())
-    _log.info("split: way auto takes %s: at %d tokens %s%s", taken, num_tokens, seconds, reasons)
+    _log.info("split: way auto takes %s: at %d tokens %s", taken, num_tokens, "; ".join([seconds, *refusals]))
     return plans[taken]
 
 
@@ -229,12 +208,6 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     if plan.shares[0] * len(plan.shares) < LEAST_SHARE * sum(plan.shares):
         raise ValueError(f"{plan.main_device} is slower than the others, and computes alone what cannot be shared out")
     return dataclasses.replace(plan, may_run_alone=True)
-
-
-_PLANNED_FOR_AUTO: dict[WayName, Callable[[Any, SplitRequest, BlockPlan], SplitPlan]] = {
-    "tensor": _tensor_for_auto,
-    "tokens": _tokens_for_auto,
-}
 
 
 def compare_ways(

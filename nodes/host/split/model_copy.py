@@ -1,8 +1,4 @@
-"""A second module tree over the same weights: what a split works on, so that the user's own MODEL is never touched.
-
-ComfyUI keeps the load state of a model on its modules. The two trees are loaded, patched and evicted independently,
-and weights are in host memory once.
-"""
+"""A second module tree over the same weights, loaded, patched and evicted by itself: ComfyUI keeps that on modules."""
 
 from __future__ import annotations
 
@@ -40,9 +36,7 @@ Origin = Callable[[str], torch.Tensor | None]
 def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
     """New modules and Parameters over the same storages, without load state; the model must not be loaded anywhere.
     Other attributes are copied; bound methods among them follow their module.
-
-    Raises: RuntimeError for a module with what cannot be copied; ValueError for a function that captured a layer.
-    """
+    Raises: RuntimeError for a module with what cannot be copied; ValueError for a function that captured a layer."""
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
     memo: dict[int, Any] = {id(each): nn.Parameter(alias(each), requires_grad=False) for each in model.parameters()}
     memo |= copies

@@ -1,8 +1,7 @@
 """ComfyUI's ModelPatcher for a model on several cards; compat.py lists what is overridden, as ComfyUI 0.33 has it.
 
-Two classes are mixed into the patcher class of the given MODEL: SplitMixin of the main card's, which a user holds, and
-ShardMixin of each further one's, which ComfyUI accounts, evicts and offloads on that card. While ComfyUI loads, unloads
-or measures, the tree shows the main part alone; patches, hooks, callbacks and injections see the whole.
+SplitMixin is mixed into the given MODEL's patcher class, and ShardMixin into that of each further card's part. While
+ComfyUI loads, unloads or measures, the tree shows the main part alone; patches, hooks and injections see the whole.
 """
 
 from __future__ import annotations
@@ -39,15 +38,13 @@ class _CardPatcher(_Patcher):
 
     _tree: SplitTree
     _main: Callable[[], SplitMixin | None]  # the main card's patcher, while there is one
+    _own_part: Callable[[], AbstractContextManager[None]]
     companions: tuple[Any, ...] = ()  # of the main card's, the other cards'
 
     def _unhook(self) -> None:
         """Have the main patcher take out scheduled LoRA, which it wrote into weights that are about to move."""
         if (main := self._main()) is not None:
             main.unpatch_hooks()
-
-    def _own_part(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         """ComfyUI's own, with no more bytes than the user allows this card to hold."""
@@ -137,7 +134,7 @@ class _CardPatcher(_Patcher):
 
 
 class ShardMixin(_CardPatcher):
-    """Patcher of the blocks on one further card."""
+    """Patcher of a further card's part."""
 
     _main: Callable[[], SplitMixin | None] = staticmethod(lambda: None)
 
@@ -201,8 +198,6 @@ class SplitMixin(_CardPatcher):
 
     def _main(self) -> SplitMixin:
         return self
-
-    # ---- companions
 
     def model_patches_models(self) -> list[Any]:
         for companion in self.companions:

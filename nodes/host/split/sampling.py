@@ -1,7 +1,6 @@
 """What a split does around ComfyUI's sampling: a forecast before it, micro-batches in each step, a comparison.
 
-Each conditioning, and each image of the batch, becomes a micro-batch, which the cards compute at the same time
-(interleave.py) by ComfyUI's own function. Where something could notice that, they stay one batch.
+Each conditioning of each image is a micro-batch (interleave.py), unless something could notice that.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from .tree import SplitTree, tree_of
 _log = logging.getLogger(__name__)
 _Compute = Callable[..., list[torch.Tensor]]
 
-# ---- before sampling
-
 
 def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrapper around ComfyUI's loading for sampling: say what each card needs. Raises: ValueError for a compiled whole
@@ -43,7 +40,7 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
             )
         _forecast(model, tree, noise_shape, conds)
         tree.executor.looks_first = True
-        tree.is_to_verify = tree.plan.request.verify or not tree.is_verified
+        tree.is_to_verify = tree.plan.request.verify
     return executor(model, noise_shape, conds, *args, **kwargs)
 
 
@@ -64,9 +61,6 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
             _log.warning("split: %s may run out of memory, as ComfyUI expects", device)
     if problems:
         raise RuntimeError(f"this model cannot run: {'; '.join(problems)}. Leave that card out, or use smaller weights")
-
-
-# ---- one step
 
 
 class _Part(NamedTuple):
@@ -106,9 +100,7 @@ def run_overlapped(
             if not tree.is_to_verify:
                 return compute()
             tree.is_to_verify = False
-            outputs = _verified(tree, compute, options)
-            tree.is_verified = True
-            return outputs
+            return _verified(tree, compute, options)
         except (RuntimeError, ValueError) as error:
             if "same device" not in str(error):
                 raise
@@ -174,33 +166,24 @@ def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, A
     return cut if cut.get("mask") is None else {**cut, "mask": one(cut["mask"])}
 
 
-# ---- verifying
-
-
 def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
     """What compute() gives, after a comparison with the plainest way: the same bits, or within the `tolerance` of the
     executor. Raises: RuntimeError that says what differs."""
     model, bound = tree.diffusion_model, tree.executor.tolerance
 
     def remembered() -> dict[str, Any]:
-        """What a forward of this class leaves on the model for the next one."""
+        """What a forward of this class leaves on the model, a module, for the next one."""
         return {name: getattr(model, name) for name in tree.plan.layout.remembers if hasattr(model, name)}
 
-    def remember(values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(model, name, value)
-
-    before = remembered()
-    found = compute()
-    after = remembered()
+    before, found, after = remembered(), compute(), remembered()
     try:
-        remember(before)
+        vars(model).update(before)
         tree.is_plain = True
         with torch.random.fork_rng([device for device in tree.plan.devices if device.type == "cuda"]):
             pairs = enumerate(zip(found, compute(), strict=True))
     finally:
         tree.is_plain = False
-        remember(after)
+        vars(model).update(after)
     differences = [
         f"conditioning {number} by up to {float((a.float() - b.float()).abs().max()):.3g} at a std of "
         f"{float(b.float().std()):.3g}"

@@ -1,7 +1,6 @@
 """The inputs of one forward: their signature, and the same kind of inputs at other sizes.
 
-Two forwards are of one kind where names, types, dimensions, those of length 1, and all numbers and texts are the same.
-Lengths are the size.
+Of one kind are names, types, dimensions, those of length 1, and all numbers and texts; lengths are the size.
 """
 
 from __future__ import annotations
@@ -124,13 +123,9 @@ class ShownInputs:
     def _is_length(self, name: str, value: Any) -> bool:
         return name in self._given and type(value) is int and value == self._text > 1
 
-    # ---- at other sizes
-
     def small(self, unit: int, *, has_lists: bool) -> dict[str, dict[str, Any]]:
         """Inputs of this kind, of random numbers as large as these: a base, and some that differ in one length each.
-
-        Values are those given where they are no floats. The wider and the higher one are at lower levels of noise.
-        """
+        Values are those given where they are no floats. The wider and the higher one are at lower levels of noise."""
         (rows, more_rows), (columns, more_columns) = ([unit * each for each in of] for of in (_ROWS, _COLUMNS))
         base = Size(has_lists, rows, columns)
         sizes = {"a small picture": base, "a wider one": base._replace(width=more_columns, level=0.5)}

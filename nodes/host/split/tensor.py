@@ -1,7 +1,6 @@
 """Way tensor: every card computes a part of each block, with its own slices of the weights.
 
-Patches are made for whole weights, so a card patches the whole one and takes its slice of the result. Of a plain LoRA
-one factor is sliced instead.
+Patches are of whole weights, so a card takes its slice of the patched whole; of a plain LoRA one factor is sliced.
 """
 
 from __future__ import annotations
@@ -72,11 +71,8 @@ class DividedPlan(SplitPlan):
 
 
 def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPlan:
-    """Decide how every block is divided; reads sizes and formats only.
-
-    Raises: ValueError if nobody described how, there are fewer heads than cards, weights have a format that cannot be
-        divided, or the limits are too small.
-    """
+    """Decide how every block is divided; reads sizes and formats only. Raises: ValueError if nobody described how,
+    there are fewer heads than cards, a format cannot be divided, or the limits are too small."""
     layout = layout_of(diffusion_model)
     blocks, divided = execution_order(diffusion_model, layout), {}
     for name in blocks:
@@ -214,9 +210,8 @@ class TensorExecutor(Executor):
                 shard, name = found
                 whole, part = shard.wholes[name], shard.slices[name]
                 loras = [_sliced_lora(patch, part, whole.shape) for patch in given]
-                sliced[key] = [patch for each in loras for patch in each or ()]
-                if None in loras:
-                    sliced[key] = [(1.0, SlicedPatch(set(), (list(given), whole, part)), 1.0, None, None)]
+                instead = [(1.0, SlicedPatch(set(), (list(given), whole, part)), 1.0, None, None)]
+                sliced[key] = instead if None in loras else loras
         self._patches[device] = uuid, sliced
         return sliced
 
@@ -230,9 +225,9 @@ class TensorExecutor(Executor):
         return None
 
 
-def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> list[Any] | None:
-    """A LoRA of one weight as LoRAs of its slice: one factor keeps all of it. None for any other patch, also for a
-    LoRA that does not fit the weight: ComfyUI says so of the whole, and leaves it alone."""
+def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> Any:
+    """A LoRA of one weight as that of its slice: one factor keeps all of it. None for any other patch, also for a LoRA
+    that does not fit the weight: ComfyUI says so of the whole, and leaves it alone."""
     strength, adapter, strength_model, offset, function = patch
     if type(adapter) is not LoRAAdapter or function is not None or strength_model != 1.0:
         return None
@@ -247,29 +242,21 @@ def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> list[Any] | N
         wanted[offset[0]] = offset[2]
     if [up.shape[0], down.shape[1]] != wanted or up.shape[1] != down.shape[0]:
         return None
-
-    def cut(ranges: Sequence[tuple[int, int]]) -> Any:
-        factor = Slice(part.dim, tuple(ranges)).copied(down if part.dim else up)
-        factors = (up, factor) if part.dim else (factor, down)
-        return LoRAAdapter(adapter.loaded_keys, (*factors, alpha, mid, dora, reshape))
-
-    if offset is None or offset[0] != part.dim:
-        return [(strength, cut(part.ranges), strength_model, offset, function)]
-    found, at, (_, start, length) = [], 0, offset
-    for first, last in part.ranges:
-        low, high = max(first, start), min(last, start + length)
-        if low < high:
-            place = (part.dim, at + low - first, high - low)
-            found.append((strength, cut([(low - start, high - start)]), strength_model, place, function))
-        at += last - first
-    return found
+    factor = down if part.dim else up
+    if offset is not None and offset[0] == part.dim:  # of some of the rows that are sliced: of others it is zero
+        whole = [*factor.shape]
+        whole[part.dim] = shape[part.dim]
+        factor = factor.new_zeros(whole).slice_scatter(factor, part.dim, offset[1], offset[1] + offset[2])
+        offset = None
+    factor = part.copied(factor)
+    factors = (up, factor) if part.dim else (factor, down)
+    own = LoRAAdapter(adapter.loaded_keys, (*factors, alpha, mid, dora, reshape))
+    return strength, own, strength_model, offset, function
 
 
 class SlicedPatch(WeightAdapterBase):
     """All patches of one weight, of which a card holds a slice. ComfyUI may make another one with its tensors moved.
-
-    loaded_keys: empty. weights: the patches in ComfyUI's form, the whole weight, and the slice.
-    """
+    loaded_keys: empty. weights: the patches in ComfyUI's form, the whole weight, and the slice."""
 
     name = "devicebridge_slice"
 

@@ -1,7 +1,6 @@
-"""Way tokens: every card has the whole model and computes its share of the rows (tokens) of one forward.
+"""Way tokens: every card has a copy of the model over the same storages, and computes its rows (tokens) of one forward.
 
-Each card's copy of the model is made of the same storages. The innermost forward of the class is what the cards share:
-wrappers, step caches and ControlNets around it run once, on the main card.
+The cards share the class's innermost forward. Wrappers, step caches and ControlNets around it run on the main card.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +47,11 @@ from .attachments import (
     OVERRIDE,
     ROOT,
     attention_of,
-    check_attention,
     check_runnable,
     has_patches,
     home_of,
     led_by_name,
+    override_of,
 )
 from .deriving import Cards, Deriving, rows_of
 from .model_copy import RUNTIME_STATE, Origin, alias, copy_structure
@@ -388,7 +386,7 @@ class TokensExecutor(Executor):
             replays = Replays(self.graphs, (rows, rows.groups, rows.exchange, functions), groups)
         forwards = enumerate(self._forwards(own))
         calls = [functools.partial(self._run, rank, rows, each, self._given(rank, given)) for rank, each in forwards]
-        with nullcontext() if plan.passes_options else led_by_name(self._models[0]):
+        with led_by_name(self._models[0], plan):
             return rows.run(calls, replays)[0]
 
     def release(self) -> None:
@@ -454,14 +452,9 @@ class TokensExecutor(Executor):
 
     def _attend(self, rank: int, rows: TokenParallel, chosen: Callable[..., Any] | None) -> Callable[..., Any]:
         """The attention override of one rank. It stays the same from forward to forward: blocks are replayed by it."""
-
-        def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            check_attention(func)
-            return rows.attend(func if chosen is None else functools.partial(chosen, func), *args, **kwargs)
-
-        known = self._attends.get(rank, (None, None, attend))
-        if known[0] is not rows or known[1] is not chosen:
-            known = self._attends[rank] = rows, chosen, attend
+        known = self._attends.get(rank)
+        if known is None or known[0] is not rows or known[1] is not chosen:
+            known = self._attends[rank] = rows, chosen, override_of(rows, chosen)
         return known[2]
 
 

@@ -1,7 +1,6 @@
-"""The module tree of a split model: which part of it each card has, and how a forward runs over all of them.
+"""The module tree of a split model: each further card's part is a small model (a shard) to ComfyUI's patcher.
 
-ComfyUI's patcher loads, patches and evicts each further card's part as a small model (a shard). While it works on the
-main card's part, the other cards' blocks are taken out of their lists (`main_only`).
+While that works on the main card's part, the other cards' blocks are taken out of their lists (`main_only`).
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class Executor:
         self.bridge.attach()
 
     def remove(self) -> None:
-        """Take the hooks off; a second call is a no-op."""
         self.bridge.remove()
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
@@ -87,19 +85,16 @@ class Executor:
         return guard_options(options, self.bridge, tree.plan)
 
     def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
-        """Why the micro-batches of a step are not to be computed apart; "" if they are. has_room: whether each card has
-        the memory for the largest one, as ComfyUI estimates."""
+        """Why a step's micro-batches are not to be computed apart; "" if they are. has_room: for the largest one."""
         return ""
 
     def run_parts(self, tree: SplitTree, jobs: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """The results of a step's micro-batches, in their order."""
         return Interleave(self.bridge).run(jobs)
 
     def release(self) -> None:
         """Give back the memory that is kept between forwards for speed alone."""
 
     def origin_on(self, device: torch.device, given: Origin | None) -> Origin | None:
-        """Where the unpatched weights of a card's part lie in host memory; None if nobody knows."""
         return given
 
     def patches_on(self, device: torch.device, patches: dict[str, Any], uuid: object) -> dict[str, Any]:
@@ -129,7 +124,6 @@ class SplitTree:
         self.shards: dict[torch.device, nn.Module] = {at: make_shard(base, self.executor.parts[at]) for at in others}
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks, self._said = HookSet(), set[str]()  # what was said once
-        self._calls: block_lists.BlockCalls | None = None
         self.patcher: Callable[[], Any] = lambda: None  # who attached; it has one for each other card as companions
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: list[tuple[str, str]] | None = None  # None: to be looked for
@@ -137,7 +131,7 @@ class SplitTree:
         self._is_step, self.is_to_verify = False, False  # the latter is of the next step
         self._held = threading.local()  # what keeps a thread's forward outside the compiler; its end leaves, too
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
-        self._is_proven, self.is_verified = not plan.layout.is_watched, plan.layout.evidence != "read"  # or need not be
+        self._is_proven = not plan.layout.is_derived  # or need not be
 
     @property
     def diffusion_model(self) -> nn.Module:
@@ -152,8 +146,6 @@ class SplitTree:
         sizes = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
         with self.main_only():
             return {self.plan.main_device: int(management.module_size(self._base()))} | sizes
-
-    # ---- views
 
     @contextmanager
     def _view(self, *, is_whole: bool) -> Iterator[None]:
@@ -186,8 +178,6 @@ class SplitTree:
             own = (key for key in children if not self.is_foreign(f"{name}.{key}".lstrip(".")))
             container._modules = {key: children[key] for key in own}
 
-    # ---- names
-
     def check_object_patch(self, key: str) -> None:
         """Raises: ValueError for an object patch that replaces whole lists of blocks."""
         if key in {ROOT, *(f"{ROOT}.{name}" for name in self._lists)}:
@@ -199,7 +189,6 @@ class SplitTree:
         return self.plan.device_of(key.removeprefix(f"{ROOT}."))
 
     def is_foreign(self, key: str) -> bool:
-        """Whether what has this name lies in a block of another card."""
         return self.device_of(key) != self.plan.main_device
 
     def is_block(self, key: str) -> bool:
@@ -223,8 +212,6 @@ class SplitTree:
         for part in name.split("."):
             found = getattr(found, part, None)
         return found is self._lists[name]
-
-    # ---- the forward
 
     def attach(self, owner: Any) -> None:
         """Hook the tree for this patcher, in the place of another's: one is loaded at a time."""
@@ -275,8 +262,7 @@ class SplitTree:
 
     @property
     def own_hooks(self) -> set[int]:
-        watching = self._calls.hook_ids if self._calls is not None else set()
-        return self.bridge.hook_ids | self._hooks.ids | watching
+        return self.bridge.hook_ids | self._hooks.ids
 
     def say_once(self, text: str) -> None:
         if text not in self._said:
@@ -295,12 +281,8 @@ class SplitTree:
             self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
         is_plain = bool(between) or self.is_plain
         self.bridge.transport = "relay" if is_plain else self.plan.transport
-        is_watched = is_plain or self.unseen() or self.plan.layout.is_watched
+        is_watched = is_plain or self.unseen() or self.plan.layout.is_derived
         self.bridge.runs_alone = not is_watched and not seen_attachments(options)
-        if not self._is_proven:
-            if self._calls is not None:
-                self._calls.stop()
-            self._calls = block_lists.BlockCalls(self.diffusion_model, self.plan.blocks)
         if not self._is_step:  # run by somebody else than ComfyUI's sampler
             stay = outside(self.plan.devices)
             stay.__enter__()
@@ -311,12 +293,26 @@ class SplitTree:
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         try:
-            if output is not None and self._calls is not None:
-                self._calls.check()
-                self._calls, self._is_proven = None, True
+            if output is not None and not self._is_proven and self.bridge.hook_ids:
+                self._check_calls()
+                self._is_proven = True
             return self.bridge.move(output, self.plan.main_device) if output is not None else None
         finally:
             self.end()
+
+    def _check_calls(self) -> None:
+        """Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly.
+        Raises: RuntimeError that names lists none of whose blocks was called as a module."""
+        lists = dict[str, bool]()
+        for name in self.plan.blocks:
+            modules = block_lists.hooked_modules(self.block(name), self.plan.layout)
+            of = name.rpartition(".")[0] or name
+            lists[of] = lists.get(of, False) or not self.bridge.entered.isdisjoint(modules)
+        if unused := [name for name, is_called in lists.items() if not is_called]:
+            raise RuntimeError(
+                f"{type(self.diffusion_model).__name__} did not call a single block of {', '.join(unused)} as a "
+                "module, so a split cannot give these blocks their inputs; load the model without a split"
+            )
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:
@@ -335,12 +331,9 @@ def make_tree(base: nn.Module, plan: SplitPlan, origin: Origin | None = None) ->
     return tree
 
 
-# ---- way blocks: every card holds some of the blocks, and activations travel from card to card
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan(SplitPlan):
-    """Args: placement: a device for every block."""
+    """Every card holds some of the blocks, and activations travel from card to card."""
 
     placement: Placement
 

@@ -117,10 +117,8 @@ def test_a_row_that_names_a_list_it_does_not_have_is_rejected() -> None:
             dataclasses.replace(WAN_MODEL, **change)  # type: ignore[arg-type]
 
 
-def test_a_class_that_nobody_ran_is_watched_and_a_relayed_one_cannot_overlap() -> None:
-    assert dataclasses.replace(FLUX, evidence="read").is_watched
-    assert dataclasses.replace(FLUX, is_derived=True).is_watched
-    assert not FLUX.is_watched and not dataclasses.replace(FLUX, evidence="outside").is_watched
+def test_a_class_that_nobody_ran_may_keep_something_and_a_relayed_one_cannot_overlap() -> None:
+    assert FLUX.keeps_nothing and not dataclasses.replace(FLUX, is_derived=True).keeps_nothing
     assert COSMOS_1.transport == "relay" and not COSMOS_1.can_overlap
     assert not dataclasses.replace(WAN_MODEL, is_sequential=True).can_overlap and WAN_MODEL.can_overlap
 

@@ -4,10 +4,8 @@ import dataclasses
 import re
 
 import pytest
-import torch
 from devicebridge.families.comfy.native import Follows, NativeModel
 from devicebridge.parallel.block_lists import (
-    BlockCalls,
     block_fqns,
     execution_order,
     find_block_lists,
@@ -135,38 +133,3 @@ def test_what_is_there_is_said_when_nothing_is_found() -> None:
         find_block_lists(model)
     with pytest.raises(ValueError, match="its children are none"):
         find_block_lists(nn.Linear(8, 8))
-
-
-class _Caller(nn.Module):
-    """Calls some of its blocks as modules, and the children of others."""
-
-    def __init__(self, *, skips: int) -> None:
-        super().__init__()
-        self.trunk = _blocks(3)
-        self.walked = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
-        self.skips = skips
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.trunk):
-            x = x if index == self.skips else block(x)
-        for sequence in self.walked:
-            for layer in sequence:
-                x = layer(x)
-        return x
-
-
-def test_a_list_that_is_never_called_is_noticed() -> None:
-    model = _Caller(skips=1)
-    calls = BlockCalls(model, block_fqns(model, ("trunk", "walked")))
-    model(torch.zeros(1, 8))
-    assert [name for name, count in calls._calls.items() if not count] == ["trunk.1", "walked.0", "walked.1"]
-    with pytest.raises(RuntimeError, match="_Caller did not call a single block of walked as a module"):
-        calls.check()
-
-
-def test_a_block_left_out_is_no_reason_to_worry() -> None:
-    model = _Caller(skips=1)
-    calls = BlockCalls(model, block_fqns(model, ("trunk",)))
-    model(torch.zeros(1, 8))
-    calls.check()
-    assert not any(block._forward_pre_hooks for block in model.trunk)

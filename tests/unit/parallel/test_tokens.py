@@ -257,7 +257,7 @@ def test_keys_that_are_read_again_are_gathered_with_the_values_that_are_read_now
 def test_keys_come_in_the_order_of_one_card(toy: Toy) -> None:
     models, keys, expected = [copy.deepcopy(toy) for _ in range(2)], [], []
     rows = TokenParallel(models, [CPU, CPU], PLAN, (3, 5), lambda tensors, rank, arrivals: tensors)
-    rows.on_keys = lambda axis, k: keys.append((axis, k))
+    rows.on_keys = lambda rank, axis, k: rank or keys.append((axis, k))
     rows.attach()
     rows.run([functools.partial(model, **inputs(), attend=rows.attend) for model in models])
     toy(**inputs(), attend=lambda func, q, k, v, **named: expected.append(k) or func(q, k, v, **named))
@@ -375,7 +375,7 @@ def headed(model, shares, groups, exchange="full", batch=2, **more):
 
     models = [copy.deepcopy(model) for _ in shares]
     rows = TokenParallel(models, [CPU] * len(shares), HEADED, shares, send, groups, exchange)
-    rows.on_keys = lambda axis, k: keys.append(k)
+    rows.on_keys = lambda rank, axis, k: rank or keys.append(k)
     rows.attach()
     x = torch.randn(batch, 13, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
