@@ -1,8 +1,7 @@
-"""Where the rows of a class are, from what its forwards of several sizes have shown (watching.py).
+"""Guesses of where the rows of a class are, from what its forwards of several sizes have shown (watching.py).
 
 The lengths of a spot in all forwards are its axis. What blocks take and return is a stream; sums of streams are joint
-axes, whose order nothing shows: each is a candidate. What else has a stream's lengths is cut, and keys with them are
-gathered. A candidate is a guess, however likely: nodes/host/split/deriving.py says whether it holds.
+axes, whose order nothing shows: each is a candidate. What has a stream's lengths is cut, and such keys are gathered.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ _MOST = 48  # candidates; those further down never held where all were tried
 
 
 def derive(forwards: Sequence[Notes], lists: Sequence[str], weights: dict[str, int]) -> list[TokenPlan]:
-    """Candidates, the likeliest first; [] where blocks have no axis that changes with the size. Args: forwards: at
-    least two, of several sizes: the first one's, a wider picture, a longer text, more frames. lists: of blocks.
-    weights: bytes of each."""
+    """Candidates, the likeliest first; [] where blocks have no axis that changes with the size. forwards: at least two,
+    of several sizes: the first one's, a wider picture, a longer text, more frames. weights: bytes of each list."""
     called = [name for name in forwards[0].calls if name in lists]
     total, found = sum(weights[name] for name in called), list[TokenPlan]()
     for first in range(len(called)):
@@ -95,22 +93,20 @@ class _Seen:
         # A mask that attention makes by the length it sees would be one of this rank's rows, so it must be an argument.
         masks = [given for each in self._forwards for place, given in each.masks.items() if place[0] in self._lists]
         between, tail = self._calls("between"), self._calls("tail").partition(" ")[0]
+        has_numbers = any(spot.kind == "number" and spot.where in self._lists for spot in self._axes)
         for gaps, cuts_masks, has_counts, whole, end, order in itertools.product(
-            ("", between) if between else ("",),
+            dict.fromkeys(("", between)),
             (False, True) if masks and all(masks) else (False,),
-            (False, True)
-            if any(spot.kind == "number" and spot.where in self._lists for spot in self._axes)
-            else (False,),
-            ((), texts) if texts else ((),),
+            (False, True) if has_numbers else (False,),
+            dict.fromkeys(((), texts)),
             ("tail", "all", "own") if between else ("all", "own", "tail"),  # own: the text's rows stay
             range(max(len(self._sums(axis)) for axis in self._axes.values()) or 1),
         ):
             out = self._out(order)
             if (end == "own" and "+" not in out) or (end == "tail" and not tail) or not (out or end == "tail"):
                 continue
-            blocks = {
-                name: self._rows_of(name, order, cuts_masks=cuts_masks, has_counts=has_counts) for name in self._lists
-            }
+            options = {"cuts_masks": cuts_masks, "has_counts": has_counts}
+            blocks = {name: self._rows_of(name, order, **options) for name in self._lists}
             if any(not rows.keys for rows in blocks.values()):
                 continue  # no attention was seen there, so nothing would say whose keys its rows lack
             yield TokenPlan(

@@ -212,6 +212,7 @@ class TensorParallel(Bridge):
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The main device's call of a block, and that of every other device."""
+        self.entered.add(block)
         if not self.is_running:
             raise RuntimeError(
                 f"a block that several devices compute was called outside the model's forward; {_WAY_BLOCKS}"

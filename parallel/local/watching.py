@@ -25,15 +25,10 @@ PASSED_BY = frozenset(("transformer_options", "control", "patches", "cache"))  #
 
 
 class Spot(NamedTuple):
-    """Where a length was seen.
-
-    Args:
-        kind: "in" and "out" of blocks; "number" is an argument that is one; "keys" of an attention; "between" and
-            "tail" are modules that are called between blocks and behind them.
-        where: the list of blocks, or the module.
-        path: inside its arguments or output; of keys the attending module inside the block.
-        dim: counted from the front, and -1 for the last one; of keys the number of the attention in its module.
-    """
+    """Where a length was seen: in the arguments ("in") or the output ("out") of blocks of a list, at a path in these;
+    as an argument that is a "number"; as "keys", by the attending module in the block; in the first argument of a
+    module "between" blocks or behind them ("tail"). dim: counted from the front, and -1 for the last one; of keys the
+    number of the attention in its module."""
 
     kind: str
     where: str
@@ -43,22 +38,16 @@ class Spot(NamedTuple):
 
 @dataclass
 class Notes:
-    """Of one forward.
+    """Of one forward."""
 
-    Args:
-        lengths: of the first block of a list that has such a spot.
-        keys: of all attentions, in order, with whether it was called by name, and handed transformer_options.
-        masks: (list, module) of attention with a mask; the value says whether it lies in an argument of the block.
-        has_options: whether each attention inside blocks was handed transformer_options.
-        calls: of blocks, by list. ends: paths in what the last block of a list returned.
-    """
-
-    lengths: dict[Spot, int] = field(default_factory=dict)
+    lengths: dict[Spot, int] = field(default_factory=dict)  # of the first block of a list that has such a spot
+    # Of all attentions, in order, with whether it was called by name, and handed transformer_options.
     keys: list[tuple[torch.Tensor, bool, bool]] = field(default_factory=list)
+    # By list and module of attention with a mask, whether that lies in an argument of the block.
     masks: dict[tuple[str, str], bool] = field(default_factory=dict)
-    has_options: bool = True
-    calls: Counter[str] = field(default_factory=Counter)
-    ends: dict[str, set[str]] = field(default_factory=dict)
+    has_options: bool = True  # whether each attention inside blocks was handed transformer_options
+    calls: Counter[str] = field(default_factory=Counter)  # of blocks, by list
+    ends: dict[str, set[str]] = field(default_factory=dict)  # paths in what the last block of a list returned
 
     def keys_seen(self, *, by_options: bool) -> list[torch.Tensor]:
         """Of those attentions that transformer_options, or their names, lead to us."""
@@ -66,8 +55,7 @@ class Notes:
 
 
 class Watch:
-    """Notes a forward of a model. Its attention has to be led to `attend` and `override`; see TokenParallel. Args:
-    lists: of blocks, by name."""
+    """Notes a forward of a model. Its attention has to be led to `attend` and `override`; see TokenParallel."""
 
     rows = None  # as of a TokenParallel outside of a forward by rows
     plan = TokenPlan({}, passes_options=False)
@@ -130,8 +118,6 @@ class Watch:
                     self.notes.lengths.setdefault(Spot(kind, where, path, last), length)
             elif kind == "in" and type(leaf) is int:
                 self.notes.lengths.setdefault(Spot("number", where, path, 0), leaf)
-
-    # ---- attention
 
     def attend(self, func: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         """What func gives, which the class calls by its name."""

@@ -27,8 +27,8 @@ from devicebridge.families.comfy.registry import find_native
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_cases_forward import Change, _changed, _noise
-from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity
+from devicebridge.tests.comfy.split_cases_forward import Change, _changed, _noise, compare
+from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity, scaled
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
 
@@ -36,18 +36,8 @@ _KINDS = comfy.patcher_extension.WrappersMP
 _FIRST = {"balance": "manual", "split_at": (1,)}  # nearly everything is on the other card
 
 
-def _compare(case, claim, name, change, *, settings=(_FIRST, {"transport": "relay"}), **options) -> None:
-    """A split MODEL, then changed, computes as the unsplit one changed the same way; and the change does something."""
-    host = case.host
-    unsplit = host.load(name, load_device=CPU)
-    clean = host.reference(name, **options)
-    reference = host.sample(_changed(unsplit, change, CPU), name, **options)
-    case.differs(f"{claim}: it does something", reference, clean)
-    for request in settings:
-        cards = request.get("devices", (HOME, OTHER))
-        divided = split(host.load(name), *cards, **{key: value for key, value in request.items() if key != "devices"})
-        case.equal(f"{claim}: {request}", host.sample(_changed(divided, change, HOME), name, **options), reference)
-        host.unload_all()
+# On two cards, nearly everything on the other one, and by relay.
+_compare = functools.partial(compare, settings=(_FIRST, {"transport": "relay"}))
 
 
 def _bypass(model: Any, key: str) -> None:
@@ -58,70 +48,56 @@ def _bypass(model: Any, key: str) -> None:
     model.set_injections("bypass_lora", manager.create_injections(model.model))
 
 
-def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(function: Callable[..., Any], calls: Iterator[int] | None = None) -> Callable[..., Any]:
     """The function, each call a little stronger than the one before."""
-    return functools.wraps(function)(_counted(function, itertools.count(1)))
+    calls = calls or itertools.count(1)
 
-
-def _count_in_the_attention(model: Any, device: torch.device) -> None:
-    model.set_model_optimized_attention(_counting(optimized_attention))
-
-
-def _count_in_an_object_patch(model: Any, device: torch.device) -> None:
-    for key in ("diffusion_model.double_blocks.1", "diffusion_model.single_blocks.3"):
-        model.add_object_patch(f"{key}.forward", _counting(model.get_model_object(key).forward))
-
-
-def _count_in_an_injection(model: Any, device: torch.device) -> None:
-    names = ("double_blocks.1", "single_blocks.3")
-    calls = itertools.count(1)
-
-    def inject(patcher: Any) -> None:
-        for name in names:
-            block = patcher.model.diffusion_model.get_submodule(name)
-            block.forward = _counted(block.forward, calls)
-
-    def eject(patcher: Any) -> None:
-        for name in names:
-            del patcher.model.diffusion_model.get_submodule(name).forward
-
-    model.set_injections("a pack", [comfy.patcher_extension.PatcherInjection(inject, eject)])
-
-
-def _counted(forward: Callable[..., Any], calls: Iterator[int]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        factor = 1 + 0.01 * next(calls)
-        return tuple(factor * part for part in out) if isinstance(out, tuple) else out * factor
+        return scaled(function(*args, **kwargs), 1 + 0.01 * next(calls))
 
     return run
 
 
+def _count_in_the_attention(model: Any, device: torch.device) -> None:
+    model.set_model_optimized_attention(_counted(optimized_attention))
+
+
+def _count_in_an_object_patch(model: Any, device: torch.device) -> None:
+    for key in ("diffusion_model.double_blocks.1", "diffusion_model.single_blocks.3"):
+        model.add_object_patch(f"{key}.forward", _counted(model.get_model_object(key).forward))
+
+
+def _count_in_an_injection(model: Any, device: torch.device) -> None:
+    calls = itertools.count(1)
+    blocks = [model.model.diffusion_model.get_submodule(name) for name in ("double_blocks.1", "single_blocks.3")]
+
+    def inject(patcher: Any) -> None:
+        for block in blocks:
+            block.forward = _counted(block.forward, calls)
+
+    def eject(patcher: Any) -> None:
+        for block in blocks:
+            del block.forward
+
+    model.set_injections("a pack", [comfy.patcher_extension.PatcherInjection(inject, eject)])
+
+
 def _count_in_a_hook(model: Any, device: torch.device) -> None:
     block = model.model.diffusion_model.get_submodule("single_blocks.2")
-    calls = itertools.count(1)
-    block.register_forward_hook(lambda module, args, out: out * (1 + 0.01 * next(calls)))
+    block.register_forward_hook(_counted(lambda module, args, out: out))
 
 
 def _count_in_the_sampling(model: Any, device: torch.device) -> None:
-    original = model.get_model_object("model_sampling")
-    calls = itertools.count(1)
-
-    class Counting(type(original)):  # type: ignore[misc]
-        def calculate_denoised(self, *args: Any) -> torch.Tensor:
-            return super().calculate_denoised(*args) * (1 + 0.01 * next(calls))
-
-    sampling = Counting(model.model.model_config)
-    model.add_object_patch("model_sampling", sampling)
+    kind = type(model.get_model_object("model_sampling"))
+    counting = type("Counting", (kind,), {"calculate_denoised": _counted(kind.calculate_denoised)})
+    model.add_object_patch("model_sampling", counting(model.model.model_config))
 
 
 def _count_in_a_class(model: Any, device: torch.device) -> None:
-    calls, own = itertools.count(1), type(model.model)
-
-    def apply_model(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return own.apply_model(self, *args, **kwargs) * (1 + 0.01 * next(calls))
-
-    model.model.__class__ = type("Counting", (own,), {"apply_model": apply_model, "__module__": "a_pack.models"})
+    own = type(model.model)
+    counting = {"apply_model": _counted(own.apply_model), "__module__": "a_pack.models"}
+    model.model.__class__ = type("Counting", (own,), counting)
 
 
 @case
@@ -318,15 +294,13 @@ def a_layer_with_weights_of_its_own(case: Case) -> None:
 
     for name, operations in (("torch", torch.nn), ("comfy", comfy.ops.disable_weight_init)):
         on = functools.partial(change, operations)
-        _compare(case, name, "flux1", on)
         clean = host.reference("flux1")
         reference = host.sample(_changed(host.load("flux1", load_device=CPU), on, CPU), "flux1")
-        divided = split(host.load("flux1"))
-        case.equal(f"{name}: clean before", host.sample(divided, "flux1"), clean)
-        if name == "comfy":
-            changed = _changed(divided, on, HOME)
-            case.equal(f"{name}: loaded already", host.sample(changed, "flux1"), reference)
-            case.equal(f"{name}: clean after", host.sample(divided, "flux1"), clean)
+        divided = split(host.load("flux1"), **_FIRST)
+        case.equal(f"{name}: not loaded", host.sample(_changed(divided, on, HOME), "flux1"), reference)
+        case.equal(f"{name}: clean", host.sample(divided, "flux1"), clean)
+        case.equal(f"{name}: loaded already", host.sample(_changed(divided, on, HOME), "flux1"), reference)
+        case.equal(f"{name}: clean after", host.sample(divided, "flux1"), clean)
         host.unload_all()
         with_lora = host.lora(_changed(host.load("flux1", load_device=CPU), on, CPU), "flux1")
         expected = host.sample(with_lora, "flux1")

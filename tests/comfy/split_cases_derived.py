@@ -34,8 +34,8 @@ from devicebridge.tests.comfy.derived_classes import (
     MUTATIONS,
     SEEN_LATER,
     TEXT,
-    UNSEEN,
     WIDTH,
+    Flux3Like,
     Keeping,
     Late,
     Mutated,
@@ -125,7 +125,7 @@ def derived_mutations(case: Case) -> None:
             made = _cards(half(filled(Mutated(mutation))))
             case.refused(f"{name} in half", functools.partial(find_rows, made, half(_given())), RowsError)
     for half in in_long_runs(in_bfloat16):
-        plan = find_rows(_cards(half(filled(UNSEEN["flux3"]()))), half(_given()))
+        plan = find_rows(_cards(half(filled(Flux3Like()))), half(_given()))
         case.check("in half it has rows", len(plan.blocks) == 3, plan)
     case.check("enough of them", len(MUTATIONS) > 20, len(MUTATIONS))
     hiding, keeping = filled(Mutated(MUTATIONS["the row before, in the last block"])), filled(Keeping())
@@ -193,7 +193,7 @@ def derived_gradients(case: Case) -> None:
 
 def _compare_gradients(case: Case) -> None:
     made = {name: functools.partial(_native, name) for name in ("flux1", *in_long_runs("wan", *_NATIVE))}
-    made |= {name: lambda make=make: (filled(make()), _given()) for name, make in UNSEEN.items()}
+    made["flux3"] = lambda: (filled(Flux3Like()), _given())
     for name, make in made.items():
         model, given = make()
         cards = _cards(model)
@@ -278,7 +278,7 @@ def _compare_trainings(case: Case) -> None:
     case.check(
         "unchanged it is trained", (plain.lists, plain.tail, plain.refused) == (("blocks",), ("out",), ""), plain
     )
-    in_turn = found(filled(UNSEEN["flux3"]()))
+    in_turn = found(filled(Flux3Like()))
     case.check("lists in turn have no pipeline", (in_turn.tail, in_turn.refused) == ((), ""), in_turn)
     for name, (mix, word) in _UNTRAINED.items():
         refused = found(filled(Mutated(Mutation(mix=mix)))).refused
@@ -342,26 +342,24 @@ def _on(model: Any, device: torch.device) -> Iterator[None]:
 
 @long_case
 def derived_unseen(case: Case) -> None:
-    """Two classes that nobody here has seen: by blocks the same bits, by tokens near, each by ComfyUI's sampler."""
-    host, only = case.host, dict(in_long_runs(*UNSEEN.items())) or {"flux3": UNSEEN["flux3"]}
-    for name, make in only.items():
-        model = make(channels=16, text=48)
-        with _on(unsplit := _unseen(host, model), CPU):
-            reference = host.sample(unsplit, "flux1", steps=1)
+    """A class that nobody here has seen: by blocks the same bits, by tokens near, each by ComfyUI's sampler."""
+    host, model = case.host, Flux3Like(channels=16, text=48)
+    with _on(unsplit := _unseen(host, model), CPU):
+        reference = host.sample(unsplit, "flux1", steps=1)
+    host.unload_all()
+    with nobody_described():
+        case.equal("by blocks", host.sample(split(_unseen(host, model)), "flux1", steps=1), reference)
         host.unload_all()
-        with nobody_described():
-            case.equal(f"{name}: by blocks", host.sample(split(_unseen(host, model)), "flux1", steps=1), reference)
-            host.unload_all()
-            for way, taken in ((None, "blocks"), ("tokens", "tokens"), (None, "tokens")):
-                with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as said:
-                    found = split(_unseen(host, model), way=way)
-                case.check(f"{name}: {way} takes {taken}", _way_of(found) == taken, said)
-                does_without = any("one run with way 'tokens'" in line for line in said)
-                case.check(f"{name}: it says why", does_without == (taken == "blocks"), said)
-                if way:
-                    near(case, f"{name}: by tokens", host.sample(found, "flux1", steps=1), reference, 1e-6)
-                    near(case, f"{name}: again", host.sample(found, "flux1", steps=1), reference, 1e-6)
-                    host.unload_all()
+        for way, taken in ((None, "blocks"), ("tokens", "tokens"), (None, "tokens")):
+            with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as said:
+                found = split(_unseen(host, model), way=way)
+            case.check(f"{way} takes {taken}", _way_of(found) == taken, said)
+            does_without = any("one run with way 'tokens'" in line for line in said)
+            case.check("it says why", does_without == (taken == "blocks"), said)
+            if way:
+                near(case, "by tokens", host.sample(found, "flux1", steps=1), reference, 1e-6)
+                near(case, "again", host.sample(found, "flux1", steps=1), reference, 1e-6)
+                host.unload_all()
 
 
 @case

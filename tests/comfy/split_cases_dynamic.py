@@ -1,5 +1,8 @@
 """A split MODEL under DynamicVRAM, where layers ask for their weights while they compute."""
 
+from collections.abc import Callable
+from typing import Any
+
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
@@ -21,70 +24,49 @@ def dynamic_blocks(case: Case) -> None:
         host.unload_all()
 
 
+def _by_all(case: Case, name: str, divide: Callable[..., Any]) -> None:
+    """Every card's part asks for its own weights; a card without room copies some for one use, as with a limit."""
+    host, reference = case.host, case.host.reference(name)
+    with dynamic_vram() as vram:
+        given = host.load(name)
+        whole = sum(parameter.nbytes for parameter in given.model.diffusion_model.parameters())
+        divided = divide(given)
+        output = host.sample(divided, name)
+        near(case, f"{name}: as unsplit", output, reference)
+        case.check(f"{name}: both cards were asked", vram.faults.keys() == {HOME, OTHER}, vram.faults)
+        held, before = {device: live_bytes(device) for device in (HOME, OTHER)}, dict(vram.faults)
+        is_less = divide is tokens or max(held.values()) < whole
+        case.check(f"{name}: no card holds the whole", is_less, f"{held} of {whole}")
+        case.equal(f"{name}: again, the same bits", host.sample(divided, name), output)
+        case.check(f"{name}: the second time they are there", vram.faults == before, vram.faults)
+        host.unload_all()
+        left = [vram.held(device) for device in (HOME, OTHER)]
+        case.check(f"{name}: nothing stays", left == [0, 0], left)
+        vram.room[OTHER] = 200_000
+        case.equal(f"{name}: with little room", host.sample(divided, name), output)
+        case.check(f"{name}: some were refused", vram.refused.get(OTHER, 0) > 0, vram.refused)
+        host.unload_all()
+        vram.room.clear()
+        limited = divide(host.load(name), memory_limit_gb=(0.0002, 1.0))
+        near(case, f"{name}: with a limit", host.sample(limited, name), reference)
+        case.check(f"{name}: the limit was kept", vram.refused.get(HOME, 0) > 0, vram.refused)
+        host.unload_all()
+
+
 @case
 def dynamic_tensor(case: Case) -> None:
-    """Every card's slices come as its own layers ask for them, packed and quantized ones as well."""
-    host = case.host
+    """Packed and quantized slices as well."""
     for name in ("flux1_heads", *in_long_runs("wan_heads", "lumina2")):
-        reference = host.reference(name)
-        with dynamic_vram() as vram:
-            model = host.load(name)
-            whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
-            divided = tensor(model)
-            output = host.sample(divided, name)
-            near(case, f"{name}: as unsplit", output, reference)
-            case.check(f"{name}: both cards were asked", vram.faults.keys() == {HOME, OTHER}, vram.faults)
-            held = {device: live_bytes(device) for device in (HOME, OTHER)}
-            case.check(f"{name}: no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
-            before = dict(vram.faults)
-            case.equal(f"{name}: again, the same bits", host.sample(divided, name), output)
-            case.check(f"{name}: the second time they are there", vram.faults == before, vram.faults)
-            host.unload_all()
-            left = [vram.held(device) for device in (HOME, OTHER)]
-            case.check(f"{name}: nothing stays", left == [0, 0], left)
-            case.equal(f"{name}: after it was unloaded", host.sample(divided, name), output)
-            host.unload_all()
+        _by_all(case, name, tensor)
 
 
 @case
 def dynamic_tokens(case: Case) -> None:
-    """Every card's copy of the model asks for its own weights; a card without room copies them for one use."""
-    host, name = case.host, "wan"
-    reference = host.reference(name)
-    with dynamic_vram() as vram:
-        shared = tokens(host.load(name))
-        output = host.sample(shared, name)
-        near(case, "as unsplit", output, reference)
-        case.check("both cards were asked", vram.faults.keys() == {HOME, OTHER}, vram.faults)
-        case.equal("again, the same bits", host.sample(shared, name), output)
-        host.unload_all()
-        case.check("nothing stays", [vram.held(device) for device in (HOME, OTHER)] == [0, 0], vram.faults)
-        vram.room[OTHER] = 200_000
-        case.equal("with little room", host.sample(shared, name), output)
-        case.check("some were refused", vram.refused.get(OTHER, 0) > 0, vram.refused)
+    _by_all(case, "wan", tokens)
+    host = case.host
     reference = _scheduled(host, host.load(NAME, load_device=CPU), (0.5, 1.0))
     with dynamic_vram():
         near(case, "a scheduled LoRA", _scheduled(host, tokens(host.load(NAME)), (0.5, 1.0)), reference)
-
-
-@case
-def dynamic_tensor_with_little_memory(case: Case) -> None:
-    """A card without room for all of its slices copies the others for one use; a user's limit does the same."""
-    host, name = case.host, "flux1_heads"
-    reference = host.reference(name)
-    with dynamic_vram() as vram:
-        divided = tensor(host.load(name))
-        output = host.sample(divided, name)
-        host.unload_all()
-        vram.room[OTHER] = 200_000
-        case.equal("the same bits", host.sample(divided, name), output)
-        case.check("some were refused", vram.refused.get(OTHER, 0) > 0, vram.refused)
-        host.unload_all()
-        vram.room.clear()
-        limited = tensor(host.load(name), memory_limit_gb=(0.0002, 1.0))
-        near(case, "with a limit", host.sample(limited, name), reference)
-        case.check("the limit was kept", vram.refused.get(HOME, 0) > 0, vram.refused)
-        host.unload_all()
 
 
 @case

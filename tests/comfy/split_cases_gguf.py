@@ -4,7 +4,6 @@ Every reference is the same file loaded anew by the same node and run on one car
 """
 
 import functools
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -15,12 +14,13 @@ import torch
 from devicebridge.tests.comfy.split_cases import Case, case, split
 from devicebridge.tests.comfy.split_cases_weights import NAME, _sample_scheduled, _with_loras
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, offloaded_layers
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, make_weights
 from devicebridge.tests.comfy_host import find_gguf_pack
 from devicebridge.tests.emulated import EmulatedTensor
+from devicebridge.tests.gguf_files import KINDS, random_blocks, write_gguf
 from torch.utils._python_dispatch import _disable_current_modes
 
-FILES = [("flux1", "flux", kind) for kind in ("Q8_0", "Q4_0", "Q4_K", "F16")] + [("wan", "wan", "Q8_0")]
+FILES = ((NAME, "Q8_0"), (NAME, "Q4_0"), (NAME, "Q4_K"), (NAME, "F16"), ("wan", "Q8_0"))
 
 
 @functools.cache
@@ -63,15 +63,25 @@ def _load(host: Host, name: str = NAME, kind: str = "Q8_0", node: str = "UnetLoa
     loader, file = _pack().NODE_CLASS_MAPPINGS[node](), f"{name}-{kind}.gguf"
     folder_paths.add_model_folder_path("diffusion_models", str(host.folder))
     if not (host.folder / file).exists():
-        tiny_gguf = importlib.import_module("devicebridge.tests.comfy.tiny_gguf")  # needs the gguf package
-        architecture = next(architecture for family, architecture, _ in FILES if family == name)
-        tiny_gguf.save_gguf(FAMILIES[name], host.folder / file, architecture, kind)
+        tensors, blocks = dict[str, Any](), FAMILIES[name].block_lists
+        for seed, (key, each) in enumerate(make_weights(FAMILIES[name]).items()):
+            tensors[key] = _packed(kind if key.startswith(blocks) else "", each, seed)
+        write_gguf(host.folder / file, tensors, {"general.architecture": name.removesuffix("1")})
     return loader.load_unet(file, **choices)[0]
 
 
-def _references(host: Host, *loras: tuple[int, ...], kind: str = "Q8_0") -> dict[tuple[int, ...], torch.Tensor]:
-    model = _load(host, kind=kind)
-    found = {seeds: host.sample(_with_loras(host, model, *seeds), NAME) for seeds in loras}
+def _packed(kind: str, weight: torch.Tensor, seed: int) -> Any:
+    """Matrices of blocks are packed where rows divide, and else in halves."""
+    if not kind or weight.ndim != 2:
+        return weight.float()
+    if kind not in KINDS or weight.shape[1] % KINDS[kind].values:
+        return weight.half()
+    return kind, tuple(weight.shape), random_blocks(kind, tuple(weight.shape), seed)
+
+
+def _references(host: Host, *loras: tuple[int, ...], name: str = NAME, kind: str = "Q8_0") -> dict[Any, torch.Tensor]:
+    model = _load(host, name, kind)
+    found = {seeds: host.sample(_with_loras(host, model, *seeds, name=name), name) for seeds in loras}
     host.unload_all()
     return found
 
@@ -89,49 +99,37 @@ def _shared(plain: Any, divided: Any) -> bool:
 
 @case
 def gguf_files(case: Case) -> None:
-    """Every kind of weight, over two cards and three, without a second copy in host memory."""
+    """Every kind of weight, without a second copy in host memory; with LoRA, which the pack adds as a layer dequantizes
+    a weight, and bakes into those of F16."""
     host = case.host
-    for name, _, kind in FILES:
-        reference = host.sample(_load(host, name, kind), name)
-        host.unload_all()
+    for name, kind in FILES:
+        file, lora = f"{name} {kind}", functools.partial(_with_loras, host, name=name)
+        found = _references(host, (), (1,), (1, 2), name=name, kind=kind)
+        case.differs(f"{file}: a LoRA does something", found[1,], found[()])
         plain = _load(host, name, kind)
         divided = split(plain)
-        file = f"{name} {kind}"
         case.check(f"{file}: the pack's own patcher", isinstance(divided, type(plain)), type(divided).__mro__)
         case.check(f"{file}: one copy in host memory, two sets of tensors", _shared(plain, divided))
-        case.equal(f"{file}: as unsplit", host.sample(divided, name), reference)
+        case.equal(f"{file}: as unsplit", host.sample(divided, name), found[()])
         for device in (HOME, OTHER):
             case.check(f"{file}: {device} holds weights as they are in the file", _quantized(divided, device) > 5)
         host.unload_all()
         case.check(f"{file}: one copy after the return, too", _shared(plain, divided))
-        case.equal(f"{file}: once more", host.sample(divided, name), reference)
-        case.equal(f"{file}: the given MODEL", host.sample(plain, name), reference)
-        host.unload_all()
-
-
-@case
-def gguf_with_loras(case: Case) -> None:
-    """The pack adds a LoRA to a weight as a layer dequantizes it; of F16 weights it bakes one in."""
-    host = case.host
-    for kind in ("Q8_0", "Q4_K", "F16"):
-        found = _references(host, (), (1,), (1, 2), kind=kind)
-        case.differs(f"{kind}: a LoRA does something", found[1,], found[()])
-        plain = _load(host, kind=kind)
-        divided = split(plain)
-        case.equal(f"{kind}: after the split", host.sample(_with_loras(host, divided, 1), NAME), found[1,])
-        case.equal(f"{kind}: without it again", host.sample(divided, NAME), found[()])
-        before = split(_with_loras(host, plain, 1))
-        case.equal(f"{kind}: before the split", host.sample(before, NAME), found[1,])
-        case.equal(f"{kind}: before and after", host.sample(_with_loras(host, before, 2), NAME), found[1, 2])
-        case.equal(f"{kind}: the given MODEL has none", host.sample(plain, NAME), found[()])
+        case.equal(f"{file}: a LoRA after the split", host.sample(lora(divided, 1), name), found[1,])
+        case.equal(f"{file}: without it again", host.sample(divided, name), found[()])
+        before = split(lora(plain, 1))
+        case.equal(f"{file}: before the split", host.sample(before, name), found[1,])
+        case.equal(f"{file}: before and after", host.sample(lora(before, 2), name), found[1, 2])
+        case.equal(f"{file}: the given MODEL has none", host.sample(plain, name), found[()])
         host.unload_all()
 
 
 @case
 def gguf_eviction_and_return(case: Case) -> None:
+    """Weights that came back to host memory are streamed, a LoRA hung on them: on the split's tensors, no other's."""
     host = case.host
-    found = _references(host, (), (1,))
-    divided = split(_load(host))
+    found, plain = _references(host, (), (1,)), _load(host)
+    divided = split(plain)
     patched = _with_loras(host, divided, 1)
     for device in (OTHER, HOME):
         for seeds, model in {(): divided, (1,): patched}.items():
@@ -144,19 +142,8 @@ def gguf_eviction_and_return(case: Case) -> None:
     case.equal("after that", host.sample(patched, NAME), found[1,])
     host.unload_all()
     case.equal("clean after everything was unloaded", host.sample(divided, NAME), found[()])
-
-
-@case
-def gguf_low_memory_after_a_return(case: Case) -> None:
-    """Weights that came back to host memory are streamed, a LoRA hung on them: on the split's tensors, no other's."""
-    host = case.host
-    found = _references(host, (), (1,))
-    plain = _load(host)
-    divided = split(plain)
-    case.equal("all on the cards", host.sample(divided, NAME), found[()])
     host.unload_all()
-    with host.machine.room_for(int(divided.companions[0].model_size()) // 2, OTHER):
-        patched = _with_loras(host, divided, 1)
+    with host.machine.room_for(int(shard.model_size()) // 2, OTHER):
         case.equal("streamed, with a LoRA", host.sample(patched, NAME), found[1,])
         case.check("layers wait in host memory", len(offloaded_layers(patched, OTHER)) > 3)
         case.equal("the given MODEL meanwhile", host.sample(plain, NAME), found[()])

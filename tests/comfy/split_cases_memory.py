@@ -20,6 +20,7 @@ from devicebridge.tests.comfy.split_host import (
     Host,
     live_bytes,
     offloaded_layers,
+    pinning,
     weights_on,
 )
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
@@ -155,8 +156,6 @@ def limits_refused_before_loading(case: Case) -> None:
     host.machine.cards.copies.clear()
     limits = {"memory_limit_gb": (0.001, 0.002), "offload": False}
     case.refused("limits below the weights", lambda: split(plain, **limits), ValueError, str(OTHER), "0.00")
-    case.refused("a limit of zero", lambda: split(plain, memory_limit_gb=(0.0, 1.0)), ValueError, "0.0")
-    case.refused("one limit for two cards", lambda: split(plain, memory_limit_gb=(1.0,)), ValueError, "for each of")
     held = (live_bytes(HOME), live_bytes(OTHER), len(host.machine.cards.copies))
     case.check("nothing moved", held == (0, 0, 0), held)
 
@@ -169,10 +168,9 @@ def limits_kept(case: Case) -> None:
     for lora in (False, True):
         divided = split(host.load(NAME), memory_limit_gb=(limit / 1e9 * 4, limit / 1e9))
         divided = host.lora(divided, NAME, LORA) if lora else divided
-        case.equal(f"as unsplit, LoRA {lora}", host.sample(divided, NAME), _reference(host, lora=lora))
-        case.check("the limit is kept", 0 < live_bytes(OTHER) <= limit * 1.01, live_bytes(OTHER))
-        case.equal("again", host.sample(divided, NAME), _reference(host, lora=lora))
-        case.check("the limit is kept", 0 < live_bytes(OTHER) <= limit * 1.01, live_bytes(OTHER))
+        for run in (1, 2):
+            case.equal(f"run {run}, LoRA {lora}", host.sample(divided, NAME), _reference(host, lora=lora))
+            case.check("the limit is kept", 0 < live_bytes(OTHER) <= limit * 1.01, live_bytes(OTHER))
         host.unload_all()
 
 
@@ -385,25 +383,14 @@ def low_memory_with_a_scheduled_lora(case: Case) -> None:
 def a_scheduled_lora_leaves_no_memory_pinned(case: Case) -> None:
     """ComfyUI pins weights that it streams. A split gives those that the LoRA is written into a storage of their own,
     and ComfyUI would unpin that one later."""
-    host, pinned, registered = case.host, dict[int, int](), list[int]()
+    host = case.host
     hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, LORA)), 1.0, 1.0)
     positive = comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(1), hooks)
-
-    def register(address: int, size: int, flags: int) -> int:
-        registered.append(address)
-        pinned[address] = size
-        return 0
-
-    cuda = mock.Mock()
-    cuda.cudaHostRegister = register
-    cuda.cudaHostUnregister = lambda address: 0 * pinned.pop(address)
     for way in ("blocks", "tokens"):
         divided = split(host.load(NAME), overlap=False, way=way)
         sizes = divided.model.devicebridge_split.weight_bytes()
         with (
-            mock.patch.object(comfy.model_management, "MAX_PINNED_MEMORY", 1 << 40),
-            mock.patch.object(torch.cuda, "cudart", lambda: cuda),
-            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in pinned),
+            pinning() as (registered, pinned),
             host.machine.room_for(sizes[HOME] // 2, HOME),
             host.machine.room_for(sizes[OTHER] // 2, OTHER),
         ):
@@ -411,5 +398,3 @@ def a_scheduled_lora_leaves_no_memory_pinned(case: Case) -> None:
             host.unload_all()
         case.check(f"{way}: some were pinned", len(registered) > 8, len(registered))
         case.check(f"{way}: none is left", not pinned, pinned)
-        registered.clear()
-        pinned.clear()

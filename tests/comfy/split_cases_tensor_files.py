@@ -32,7 +32,7 @@ from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long
 from devicebridge.tests.comfy.split_cases_formats import quantised_checkpoint, scaled_checkpoint
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_classes import EIGHT_BITS
-from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host
+from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, pinning
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, small_sizes
 from devicebridge.tests.emulated import on_cpu
 from safetensors.torch import save_file
@@ -73,7 +73,7 @@ def _distance(output: torch.Tensor, reference: torch.Tensor) -> float:
     return float((output - reference).norm() / reference.norm())
 
 
-def _no_worse(case: Case, claim: str, found: torch.Tensor, one: torch.Tensor, exact: torch.Tensor) -> None:
+def no_worse(case: Case, claim: str, found: torch.Tensor, one: torch.Tensor, exact: torch.Tensor) -> None:
     mine, its, between = _distance(found, exact), _distance(one, exact), _distance(found, one)
     case.check(claim, mine < NO_WORSE * its + ORDER, f"{mine:.3g} off, one card {its:.3g}; {between:.3g} between them")
 
@@ -94,11 +94,11 @@ def _file(kind: str, name: str, case: Case) -> None:
         divided = tensor(given, *cards)
         _check_planned_bytes(case, what, given, divided)
         output = host.sample(divided, name)
-        _no_worse(case, what, output, plain, right)
+        no_worse(case, what, output, plain, right)
         case.check(f"{what}: each holds 8-bit weights", min(map(len, _eight_bit(divided).values())) > 5)
         case.equal(f"{what}: again", host.sample(divided, name), output)
         found = host.sample(host.lora(divided, name), name)
-        _no_worse(case, f"{what}: with a LoRA", found, with_lora, right_with_lora)
+        no_worse(case, f"{what}: with a LoRA", found, with_lora, right_with_lora)
         exact_with_lora = host.lora(exact, name)
         host.sample(exact_with_lora, name, steps=1)  # leaves it patched
         _check_patched_slices(case, what, divided, exact_with_lora)
@@ -114,7 +114,7 @@ def _file(kind: str, name: str, case: Case) -> None:
     with host.machine.room_for(size // 2, OTHER):
         case.equal("streamed on one card", host.sample(divided, name), output)
         streamed = host.sample(host.lora(divided, name), name)
-        _no_worse(case, "streamed with a LoRA", streamed, with_lora, right_with_lora)
+        no_worse(case, "streamed with a LoRA", streamed, with_lora, right_with_lora)
 
 
 def _check_planned_bytes(case: Case, what: str, given: Any, divided: Any) -> None:
@@ -231,28 +231,27 @@ def tensor_files_lie_in_host_memory_once(case: Case) -> None:
         return plain(self)
 
     for what in ("scaled_fp8", "int8_rows", "float32"):
-        path, wholes = FILES.get(what, Host.checkpoint)(host, name), {}
-        with _noting_wholes(wholes):
-            divided = load_divided(path, name)
-        blocks = sum(size for _, size in wholes.values())
+        path = FILES.get(what, Host.checkpoint)(host, name)
+        whole = sum(each.nbytes for weight in _load(path, name).model.parameters() for each in _pieces(weight.data))
+        divided = load_divided(path, name)
         with mock.patch.object(JoinedSlices, "joined", counted):
-            _check_host_bytes(case, f"{what}, as loaded", divided, wholes, blocks)
+            _check_host_bytes(case, f"{what}, as loaded", divided, whole)
             host.sample(divided, name)
             host.unload_all()
-            _check_host_bytes(case, f"{what}, unloaded", divided, wholes, blocks)
+            _check_host_bytes(case, f"{what}, unloaded", divided, whole)
             host.sample(divided, name)
             companion = divided.companions[0]
             companion.partially_unload(CPU, sum(p.nbytes for p in companion.model.parameters()) // 3)
             host.unload_all()
-            _check_host_bytes(case, f"{what}, unloaded in two parts", divided, wholes, blocks)
+            _check_host_bytes(case, f"{what}, unloaded in two parts", divided, whole)
             with_lora = host.lora(divided, name)
             host.sample(with_lora, name)
-            _check_host_bytes(case, f"{what}, with a LoRA", with_lora, wholes, blocks)
+            _check_host_bytes(case, f"{what}, with a LoRA", with_lora, whole)
             host.unload_all()
-            _check_host_bytes(case, f"{what}, unloaded with a LoRA", divided, wholes, blocks)
+            _check_host_bytes(case, f"{what}, unloaded with a LoRA", divided, whole)
             with host.machine.room_for(sum(p.nbytes for p in companion.model.parameters()) // 2, OTHER):
                 host.sample(divided, name)
-                _check_host_bytes(case, f"{what}, streamed", divided, wholes, blocks)
+                _check_host_bytes(case, f"{what}, streamed", divided, whole)
             host.unload_all()
         case.check(f"{what}: nothing was joined in host memory", not joined, joined)
         joined.clear()
@@ -264,15 +263,9 @@ def tensor_pins_only_slices_that_lie_in_one_piece(case: Case) -> None:
     host, name = case.host, "flux1_heads"
     for what in ("fp8", "int8"):
         divided = load_divided(FILES[what](host, name), name)
-        companion, pinned = divided.companions[0].model, {}
-        cuda = mock.Mock()
-        cuda.cudaHostRegister = lambda address, size, flags, pinned=pinned: pinned.update({address: size}) or 0
-        cuda.cudaHostUnregister.return_value = 0
-        with (
-            mock.patch.object(comfy.model_management, "MAX_PINNED_MEMORY", 1 << 40),
-            mock.patch.object(torch.cuda, "cudart", lambda cuda=cuda: cuda),
-            host.machine.room_for(sum(parameter.nbytes for parameter in companion.parameters()) // 4, OTHER),
-        ):
+        companion = divided.companions[0].model
+        room = sum(parameter.nbytes for parameter in companion.parameters()) // 4
+        with pinning() as (pinned, _), host.machine.room_for(room, OTHER):
             host.sample(divided, name, steps=1)
             data = [getattr(parameter.data, "_qdata", parameter.data) for parameter in companion.parameters()]
             whole = {each.data_ptr(): each.nbytes for each in data if each.device == CPU and each.is_contiguous()}
@@ -281,37 +274,16 @@ def tensor_pins_only_slices_that_lie_in_one_piece(case: Case) -> None:
         case.check(f"{what}: some are pinned, all of them whole", len(pinned) > 8 and not wrong, (len(pinned), wrong))
 
 
-@contextmanager
-def _noting_wholes(found: dict[int, tuple[str, int]]) -> Iterator[None]:
-    """Inside, the weights of blocks that ComfyUI loads: address -> name and bytes."""
-    load = comfy.sd.load_diffusion_model
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
-        for key, weight in model.model.named_parameters():
-            pieces = _pieces(weight.data) if "_blocks." in key else ()
-            found.update((each.data_ptr(), (key, each.nbytes)) for each in pieces)
-        return model
-
-    with mock.patch.object(comfy.sd, "load_diffusion_model", noting):
-        yield
-
-
-def _check_host_bytes(case: Case, claim: str, divided: Any, wholes: dict[int, tuple[str, int]], blocks: int) -> None:
-    """Of all cards' blocks in host memory, what is not in the loaded weights: scales of rows, and no more."""
-    ends = [(start, start + size) for start, (_, size) in wholes.items()]
-    bytes_beside = {
-        piece.data_ptr(): piece.nbytes
+def _check_host_bytes(case: Case, claim: str, divided: Any, whole: int) -> None:
+    """All cards' parts in host memory are of the loaded weights, but for scales of rows."""
+    storages = {
+        piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes()
         for patcher in (divided, *divided.companions)
-        for key, weight in (
-            *patcher.model.named_parameters(),
-            *((n, kept.weight) for n, kept in patcher.backup.items()),
-        )
-        for piece in (_pieces(weight.data) if "_blocks." in key else ())
-        if piece.device == CPU and not any(first <= piece.data_ptr() < last for first, last in ends)
+        for weight in (*patcher.model.parameters(), *(kept.weight for kept in patcher.backup.values()))
+        for piece in _pieces(weight.data)
+        if piece.device == CPU
     }
-    beside = sum(bytes_beside.values())
-    case.check(claim, beside < 0.02 * blocks and blocks > 0, f"{beside} of {blocks} bytes")
+    case.check(claim, sum(storages.values()) < 1.02 * whole, f"{sum(storages.values())} of {whole} bytes")
 
 
 def _pieces(data: torch.Tensor) -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
 """ComfyUI's own nodes around a MODEL whose blocks all cards compute: what patches it, windows, merges, stops."""
 
 import functools
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,37 +12,20 @@ from comfy.ldm.modules import attention
 from comfy_extras.nodes_model_advanced import ModelAttentionBackend
 from devicebridge.parallel.local.collectives import Collective
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, long_case
-from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
+from devicebridge.tests.comfy.split_cases_nodes import FLUX, SD3, WINDOWS, _apply, each_node
 from devicebridge.tests.comfy.split_cases_replayed import STEPS, replayed, unwatched
 from devicebridge.tests.comfy.split_cases_tensor import NEAR, _failing_meeting, near, tensor
-from devicebridge.tests.comfy.split_cases_tensor_files import _no_worse
-
-
-def _each(case: Case, name: str, nodes: tuple[Node, ...]) -> None:
-    host = case.host
-    plain, divided = host.load(name, load_device=CPU), tensor(host.load(name))
-    clean = host.sample(plain, name, cfg=4.0, steps=3)
-    for node in nodes:
-        outputs = []
-        for model in (plain, divided):
-            random.seed(0)
-            outputs.append(host.sample(_apply(node, model), name, cfg=4.0, steps=3))
-        if node[1] == "ModelComputeDtype":  # cards round their partial sums to bfloat16, one card the whole sums
-            _no_worse(case, node[1], outputs[1], outputs[0], clean)
-        else:
-            near(case, node[1], outputs[1], outputs[0])
-        case.differs(f"{node[1]}: it does something", outputs[0], clean)
-    near(case, "and without them", host.sample(divided, name, cfg=4.0, steps=3), clean)
 
 
 @long_case
 def tensor_nodes_for_flux(case: Case) -> None:
-    _each(case, "flux1_heads", tuple(node for node in _FLUX if node[1] != "NAGuidance"))  # which is refused
+    nodes = tuple(node for node in FLUX if node[1] != "NAGuidance")  # which is refused
+    each_node(case, "flux1_heads", nodes, tensor, NEAR, steps=3)
 
 
 @case
 def tensor_nodes_for_sd3(case: Case) -> None:
-    _each(case, "sd3", _SD3)
+    each_node(case, "sd3", SD3, tensor, NEAR, steps=3)
 
 
 def context_windows(case: Case, name: str, divide: Callable[[Any], Any], bound: float = NEAR) -> None:

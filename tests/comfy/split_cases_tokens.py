@@ -27,15 +27,18 @@ from comfy_extras.nodes_nag import NAGuidance
 from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import tokens as tokens_module
+from devicebridge.nodes.host.split.deriving import Cards
 from devicebridge.nodes.host.split.model import describe_split, load_split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tokens import led_by_name
 from devicebridge.parallel.local.borrow import RowResiduals
 from devicebridge.parallel.local.heads import Gathered
-from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParallel
+from devicebridge.parallel.local.tokens import OneDeviceError, TokenParallel
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21, with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
+from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS
+from devicebridge.tests.comfy.split_cases_nodes import in_one_batch
 from devicebridge.tests.comfy.split_cases_tensor import as_unsplit, clones_in_turn, controlnets, loras, near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
 from devicebridge.tests.comfy.split_cases_tensor_nodes import context_windows, stopped_inside_a_block
@@ -74,15 +77,6 @@ def _family(name: str, case: Case) -> None:
 
 for _name in SHARED:
     CASES[f"tokens_{_name}"] = functools.partial(_family, _name)
-
-
-@case
-def tokens_three_cards(case: Case) -> None:
-    host = case.host
-    for name in ("flux2", "wan"):
-        reference = host.reference(name)
-        near(case, name, host.sample(tokens(host.load(name), HOME, OTHER, THIRD), name), reference, NEAR)
-        host.unload_all()
 
 
 @case
@@ -149,19 +143,21 @@ def tokens_exchange(case: Case) -> None:
     case.equal("and ignore it", host.sample(blocks, "flux1"), host.sample(split(host.load("flux1")), "flux1"))
 
 
-# What is done by both ways: with models of way tensor, and of way tokens.
-_BY_BOTH: dict[str, tuple[Callable[..., None], Any, Any]] = {
+# What is done by each way: with models of way blocks, tensor and tokens.
+_BY_EACH: dict[str, tuple[Callable[..., None], Any, Any, Any]] = {
     "loras": (
-        loras, ("flux2_heads", *in_long_runs("wan_heads", "qwen_image")),
+        loras, ("flux1",), ("flux2_heads", *in_long_runs("wan_heads", "qwen_image")),
         ("flux2", *in_long_runs("wan", "qwen_image")),
     ),
     "controlnets": (
-        controlnets, ("flux1_heads", "qwen_image", "hunyuan_video_heads"),
+        functools.partial(controlnets, cfg=3.0), ("flux1", "sdxl", *in_long_runs(*_RESIDUALS)),
+        ("flux1_heads", "qwen_image", "hunyuan_video_heads"),
         ("flux1", *in_long_runs("chroma", "hunyuan_video", "qwen_image", "sd3")),
     ),
-    "context_windows": (context_windows, "wan_heads", "wan"),
+    "context_windows": (context_windows, "wan", "wan_heads", "wan"),
 }  # fmt: skip
-for _what, (_run, _divided, _shared) in _BY_BOTH.items():
+for _what, (_run, _placed, _divided, _shared) in _BY_EACH.items():
+    CASES[f"blocks_{_what}"] = lambda case, run=_run, names=_placed: run(case, names, in_one_batch, 0.0)
     CASES[f"tensor_{_what}"] = lambda case, run=_run, names=_divided: run(case, names, tensor)
     CASES[f"tokens_{_what}"] = lambda case, run=_run, names=_shared: run(case, names, tokens, NEAR)
 
@@ -619,27 +615,9 @@ _CACHES = {"hidream_o1": {"patches_replace": {"dit": {"of no block": None}}}}
 
 def _whole(model: torch.nn.Module, plan: TokenPlan, inputs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
     """The forward of one card, and the keys of its attentions in their order."""
-    keys: list[torch.Tensor] = []
-
-    class Seen:
-        """As the attentions of a TokenParallel, on one card."""
-
-        rows = None
-
-        def attend(self, func: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-            keys.append(k.detach().clone())
-            return func(q, k, *rest, **named)
-
-    seen: Any = Seen()
-    seen.plan = plan
-    if not plan.passes_options:
-        HERE.parallel = seen
-        try:
-            with led_by_name(model):
-                return model(**inputs), keys
-        finally:
-            HERE.parallel = None
-    return model(**_with_attention(inputs, seen)), keys
+    cards: Any = Cards((model,), (model,), (CPU,), tuple(plan.blocks), None)  # type: ignore[arg-type]
+    output, notes = cards.whole(inputs)
+    return output, notes.keys_seen(by_options=plan.passes_options)
 
 
 def _with_attention(inputs: dict[str, Any], rows: Any) -> dict[str, Any]:

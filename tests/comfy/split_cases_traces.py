@@ -1,5 +1,6 @@
 """What other nodes do to a split MODEL must leave no trace, and what they did to the MODEL before must not get lost."""
 
+import functools
 import logging
 import uuid
 from typing import Any
@@ -53,14 +54,27 @@ def a_replaced_block_is_put_back(case: Case) -> None:
 
 
 @case
-def whole_lists_cannot_be_replaced(case: Case) -> None:
-    divided = split(case.host.load(NAME))
-    blocks = divided.model.diffusion_model.blocks
-    act = lambda: divided.clone().add_object_patch("diffusion_model.blocks", nn.ModuleList(blocks[:2]))  # noqa: E731
-    case.refused("a shorter list", act, ValueError, "diffusion_model.blocks", "single blocks")
-    plain = case.host.load(NAME).clone()
+def what_cannot_be_is_refused(case: Case) -> None:
+    host = case.host
+    divided, plain, moved, blockless = (make(host.load(NAME)).clone() for make in (split, _as_it_is, split, _as_it_is))
+    lists = divided.model.diffusion_model.blocks
     plain.add_object_patch("diffusion_model.blocks", nn.ModuleList(nn.Linear(2, 2) for _ in range(2)))
-    case.refused("put on before the split", lambda: split(plain), ValueError, "diffusion_model.blocks")
+    moved.load_device = CPU
+    blockless.model.diffusion_model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    shorter = lambda: divided.clone().add_object_patch("diffusion_model.blocks", nn.ModuleList(lists[:2]))  # noqa: E731
+    case.refused("a shorter list", shorter, ValueError, "diffusion_model.blocks", "single blocks")
+    case.refused("a list put on before the split", lambda: split(plain), ValueError, "diffusion_model.blocks")
+    case.refused("to the CPU", lambda: host.sample(moved, NAME), RuntimeError, "moved it to cpu", "take that node out")
+    case.refused("a replica per GPU", divided.deepclone_multigpu, RuntimeError, "split", "MultiGPU CFG Split")
+    case.refused("a copy for training", lambda: divided.clone(force_deepcopy=True), RuntimeError, "split", "train")
+    case.refused("no blocks to share out", lambda: split(blockless), ValueError, "Sequential", "block")
+    for name in ("sdxl", "hidream"):
+        stream = functools.partial(split, host.load(name), transport="stream")
+        case.refused(f"stream where it is wrong: {name}", stream, ValueError, "relay")
+
+
+def _as_it_is(model: Any) -> Any:
+    return model
 
 
 @case
@@ -156,14 +170,6 @@ def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
     case.check("offload on says what is streamed", any("streamed at every step" in line for line in said), said)
     reference = host.reference(NAME)
     case.equal("and is right", host.sample(divided, NAME), reference)
-
-
-@case
-def moving_a_split_to_another_device_is_refused(case: Case) -> None:
-    host = case.host
-    moved = split(host.load(NAME)).clone()
-    moved.load_device = CPU
-    case.refused("to the CPU", lambda: host.sample(moved, NAME), RuntimeError, "moved it to cpu", "take that node out")
 
 
 @case

@@ -51,6 +51,16 @@ def _limits(model: Any) -> tuple[float, float]:
     return (0.7 * management.module_size(model.model.diffusion_model) / 1e9,) * 2
 
 
+def _auto(case: Case, model: Any, link: float = FAST_LINK, **options: Any) -> tuple[Any, str, str]:
+    """A split by way auto over this link, the way that it takes, and the line that says why; nothing stays loaded."""
+    with _machine(1e9, link), case.logged("", logging.INFO) as messages:
+        found = split(model, way=None, **options)
+    case.host.unload_all()
+    said = [line for line in messages if line.startswith("split: way auto takes")]
+    case.check("one line says it", len(said) == 1, messages)
+    return found, _way_of(found), said[0]
+
+
 @case
 def way_auto_goes_by_link_and_memory(case: Case) -> None:
     """Tokens on a fast link; tensor where a card lacks the room for all weights; blocks on a slow link."""
@@ -62,13 +72,9 @@ def way_auto_goes_by_link_and_memory(case: Case) -> None:
         ("a slow link", SLOW_LINK, False, "blocks"),
     ):
         loaded = host.load(name)
-        limits = _limits(loaded) if is_limited else ()
-        with _machine(1e9, link), case.logged("", logging.INFO) as messages:
-            model = split(loaded, way=None, memory_limit_gb=limits)
-        case.check(what, _way_of(model) == expected, _way_of(model))
-        said = [line for line in messages if f"way auto takes {expected}: at 4096 tokens blocks about" in line]
-        case.check(f"{what}: one line says it", len(said) == 1 and "tensor" in said[0], messages)
-        case.check(f"{what}: why not", ("may hold" in said[0], "offload on" in said[0]) == (is_limited, False), said)
+        model, way, said = _auto(case, loaded, link, memory_limit_gb=_limits(loaded) if is_limited else ())
+        case.check(what, way == expected and "at 4096 tokens blocks about" in said and "tensor" in said, said)
+        case.check(f"{what}: why not", ("may hold" in said, "offload on" in said) == (is_limited, False), said)
         output = host.sample(model, name)
         case.check(f"{what}: it samples", float((output - reference).norm() / reference.norm()) < 1e-4)
         host.unload_all()
@@ -79,9 +85,7 @@ def way_auto_knows_the_exchange(case: Case) -> None:
     """Over a link that alone counts, tokens and tensor take half as long in 8 bits."""
     seconds = {}
     for exchange in ("full", "8-bit"):
-        with _machine(1e18, 1.0), case.logged("", logging.INFO) as messages:
-            split(case.host.load("flux2_heads"), way=None, exchange=exchange)
-        said = next(line for line in messages if "way auto takes" in line)
+        _, _, said = _auto(case, case.host.load("flux2_heads"), 1e-9, exchange=exchange)
         seconds[exchange] = {way: float(re.search(rf"{way} (?:about )?([0-9.e+]+) s", said)[1]) for way in _FORECAST}
     ratios = {way: seconds["full"][way] / seconds["8-bit"][way] for way in _FORECAST}
     case.check("half", all(abs(ratios[way] - 2) < 0.05 for way in ("tokens", "tensor")), (ratios, seconds))
@@ -116,16 +120,11 @@ def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
     ):  # fmt: skip
         model = host.load(name)
         change(model)
-        with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as messages:
-            found = split(model, way=None)
-        said = [line for line in messages if "way auto takes" in line]
-        case.check(change.__name__, _way_of(found) != "tokens" and len(said) == 1 and word in said[0], said)
-        host.unload_all()
-    nobody_described = mock.patch.dict(tokens_module.TOKEN_PLANS, clear=True)
-    with _machine(1e9, FAST_LINK), nobody_described, case.logged("", logging.INFO) as messages:
-        found = split(host.load(name), way=None)
-    said = [line for line in messages if "way auto takes" in line]
-    case.check("no plan", _way_of(found) == "tensor" and "not tokens: Flux cannot be shared out" in said[0], said)
+        _, way, said = _auto(case, model)
+        case.check(change.__name__, way != "tokens" and word in said, said)
+    with mock.patch.dict(tokens_module.TOKEN_PLANS, clear=True):
+        _, way, said = _auto(case, host.load(name))
+    case.check("no plan", way == "tensor" and "not tokens: Flux cannot be shared out" in said, said)
 
 
 @case
@@ -220,15 +219,9 @@ def way_auto_leaves_tokens_to_cards_and_modules_that_are_alike(case: Case) -> No
         change(model)
         plan = tokens_module.plan_tokens
         given = lambda root, request, plan=plan, to=shares: dataclasses.replace(plan(root, request), shares=to)  # noqa: E731
-        with (
-            _machine(1e9, FAST_LINK),
-            mock.patch.object(split_module, "plan_tokens", given),
-            case.logged("", logging.INFO) as messages,
-        ):
-            found = split(model, way=None)
-        said = [line for line in messages if "way auto takes" in line]
-        case.check(what, _way_of(found) != "tokens" and word in said[0], said)
-        host.unload_all()
+        with mock.patch.object(split_module, "plan_tokens", given):
+            _, way, said = _auto(case, model)
+        case.check(what, way != "tokens" and word in said, said)
 
 
 @case
@@ -267,14 +260,9 @@ def way_auto_asks_for_a_gain_with_cfg_too(case: Case) -> None:
         model = host.load(name)
         told = getattr(getattr(model.model.diffusion_model, "params", None), "guidance_embed", False)
         case.check(f"{name}: is told its guidance", told == (uses == 1), told)
-        with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as messages:
-            split(model, way=None)
-        said = [line for line in messages if "way auto" in line]
-        case.check(f"{name}: forecasts", said[0].count("blocks about") == uses, said)
-        host.unload_all()
-    with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as messages:
-        split(host.load("wan_heads"), way=None)
-    case.check("a clip's tokens", any("at 14040 tokens" in line for line in messages), messages)
+        _, _, said = _auto(case, model)
+        case.check(f"{name}: forecasts", said.count("blocks about") == uses, said)
+    case.check("a clip's tokens", "at 14040 tokens" in said, said)
 
 
 @case

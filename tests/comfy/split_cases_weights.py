@@ -27,26 +27,20 @@ def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
 
 
 @case
-def lora_before_and_after_split(case: Case) -> None:
-    host = case.host
-    reference = host.reference(NAME, 1)
-    case.differs("the LoRA does something", reference, host.reference(NAME))
-    before = split(_with_loras(host, host.load(NAME), 1))
-    case.equal("before", host.sample(before, NAME), reference)
-    for patcher in (before, *before.companions):
-        places = {str(backup.weight.device) for backup in patcher.backup.values()}
-        case.check(f"clean weights of {patcher.load_device} wait in host memory", places == {"cpu"}, places)
-    case.equal("before and after", host.sample(_with_loras(host, before, 2), NAME), host.reference(NAME, 1, 2))
-
-
-@case
 def clones_of_a_split_with_different_loras(case: Case) -> None:
     host = case.host
     divided = split(host.load(NAME))
-    models = {seeds: _with_loras(host, divided, *seeds) for seeds in ((1,), (2,), ())}
+    models = {seeds: _with_loras(host, divided, *seeds) for seeds in ((1,), (2,))}
+    copy = models[()] = divided.clone()
+    case.check("is a split too", type(copy) is type(divided) and len(copy.companions) == 1, type(copy).__name__)
+    case.check("of the same model", copy.is_clone(divided) and copy.model is divided.model)
+    case.check("and what ComfyUI's nodes expect", isinstance(copy, type(host.load(NAME))), type(copy).__mro__)
     for seeds in ((1,), (2,), (), (1,)):
         case.equal(f"LoRAs {seeds}", host.sample(models[seeds], NAME), host.reference(NAME, *seeds))
         case.check("one set of weights on the other card", live_bytes(OTHER) == weights_on(divided, OTHER))
+    del divided, models
+    gc.collect()
+    case.equal("a clone alone", host.sample(copy, NAME), host.reference(NAME))
 
 
 @case
@@ -75,28 +69,6 @@ def split_outlives_its_source(case: Case) -> None:
     case.equal("and after unloading", host.sample(divided, NAME), host.reference(NAME))
 
 
-@case
-def clone_of_a_split(case: Case) -> None:
-    host = case.host
-    divided = split(host.load(NAME))
-    copy = divided.clone()
-    case.check("is a split too", type(copy) is type(divided) and len(copy.companions) == 1, type(copy).__name__)
-    case.check("of the same model", copy.is_clone(divided) and copy.model is divided.model)
-    case.check("and what ComfyUI's nodes expect", isinstance(copy, type(host.load(NAME))), type(copy).__mro__)
-    case.equal("original", host.sample(divided, NAME), host.reference(NAME))
-    case.equal("copy", host.sample(copy, NAME), host.reference(NAME))
-    del divided
-    gc.collect()
-    case.equal("copy alone", host.sample(copy, NAME), host.reference(NAME))
-
-
-@case
-def deep_copies_are_refused(case: Case) -> None:
-    divided = split(case.host.load(NAME))
-    case.refused("a replica per GPU", divided.deepclone_multigpu, RuntimeError, "split", "MultiGPU CFG Split")
-    case.refused("a copy for training", lambda: divided.clone(force_deepcopy=True), RuntimeError, "split", "train")
-
-
 def _scheduled(host: Host, seed: int, *, keyframes: bool, hook_seed: int = 1) -> Any:
     """A condition with a LoRA of its own, of growing strength where there are keyframes."""
     hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, hook_seed)), 1.0, 1.0)
@@ -108,45 +80,28 @@ def _scheduled(host: Host, seed: int, *, keyframes: bool, hook_seed: int = 1) ->
     return comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(seed), hooks)
 
 
-def _sample_scheduled(host: Host, model: Any, *, keyframes: bool) -> torch.Tensor:
-    return host.sample(model, NAME, cfg=3.0, steps=4, positive=_scheduled(host, 1, keyframes=keyframes))
+def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any = None) -> torch.Tensor:
+    positive = _scheduled(host, 1, keyframes=keyframes)
+    return host.sample(model, NAME, cfg=3.0, steps=4, positive=positive, negative=negative)
 
 
 @case
-def scheduled_lora(case: Case) -> None:
-    """A weight hook on the positive condition alone: weights change between cond and uncond, and by the step."""
-    host = case.host
-    reference = _sample_scheduled(host, host.load(NAME, load_device=CPU), keyframes=True)
-    divided = split(host.load(NAME))
-    clean = host.sample(divided, NAME, cfg=3.0, steps=4)
-    case.differs("it does something", reference, clean)
-    case.equal("as unsplit", _sample_scheduled(host, divided, keyframes=True), reference)
-    case.equal("again", _sample_scheduled(host, divided, keyframes=True), reference)
-    case.equal("and clean afterwards", host.sample(divided, NAME, cfg=3.0, steps=4), clean)
-
-
-@case
-def scheduled_lora_over_a_lora(case: Case) -> None:
-    host = case.host
-    unsplit = host.lora(host.load(NAME, load_device=CPU), NAME, 2)
-    reference = _sample_scheduled(host, unsplit, keyframes=True)
-    divided = host.lora(split(host.load(NAME)), NAME, 2)
-    case.equal("as unsplit", _sample_scheduled(host, divided, keyframes=True), reference)
-    host.free(OTHER)
-    case.equal("after the other card was cleared", _sample_scheduled(host, divided, keyframes=True), reference)
-    case.equal("the LoRA alone", host.sample(divided, NAME), host.reference(NAME, 2))
-
-
-@case
-def different_scheduled_loras_for_cond_and_uncond(case: Case) -> None:
-    host = case.host
-
-    def sample(model: Any) -> torch.Tensor:
-        positive = _scheduled(host, 1, keyframes=True)
-        negative = _scheduled(host, 2, keyframes=False, hook_seed=2)
-        return host.sample(model, NAME, cfg=3.0, steps=4, positive=positive, negative=negative)
-
-    case.equal("as unsplit", sample(split(host.load(NAME))), sample(host.load(NAME, load_device=CPU)))
+def scheduled_loras(case: Case) -> None:
+    """A weight hook on one condition: weights change between cond and uncond, and by the step. Or one on each, or over
+    a LoRA."""
+    host, other = case.host, _scheduled(case.host, 2, keyframes=False, hook_seed=2)
+    for what, seeds, negative in (("on one", (), None), ("on each", (), other), ("over a LoRA", (2,), None)):
+        unsplit = _with_loras(host, host.load(NAME, load_device=CPU), *seeds)
+        divided = _with_loras(host, split(host.load(NAME)), *seeds)
+        reference = _sample_scheduled(host, unsplit, keyframes=True, negative=negative)
+        clean = host.sample(divided, NAME, cfg=3.0, steps=4)
+        case.differs(f"{what}: it does something", reference, clean)
+        for when in ("as unsplit", "after the other card was cleared"):
+            output = _sample_scheduled(host, divided, keyframes=True, negative=negative)
+            case.equal(f"{what}: {when}", output, reference)
+            host.free(OTHER)
+        case.equal(f"{what}: clean afterwards", host.sample(divided, NAME, cfg=3.0, steps=4), clean)
+        host.unload_all()
 
 
 @case
@@ -231,6 +186,9 @@ def split_of_a_split(case: Case) -> None:
     host = case.host
     once = host.lora(split(host.load(NAME)), NAME, 1)
     host.sample(once, NAME)
+    for patcher in (once, *once.companions):
+        places = {str(backup.weight.device) for backup in patcher.backup.values()}
+        case.check(f"clean weights of {patcher.load_device} wait in host memory", places == {"cpu"}, places)
     twice = split(once, balance="manual", split_at=(1,))
     for number in range(2):
         case.equal(f"twice, run {number}", host.sample(twice, NAME), host.reference(NAME, 1))

@@ -1,6 +1,7 @@
 """Code of others that writes in place what blocks are given, before, between and inside them: each was once silently
 another picture where all cards compute each block together."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ def _calling_twice(model: Any) -> None:
 
 @case
 def writers_of_tables_inside_the_attention(case: Case) -> None:
-    """An attn1_patch writes `pe`, which it does not return. Way tensor refuses such a patch by name."""
+    """An attn1_patch writes `pe`, which it does not return."""
 
     def change(is_late: bool) -> _Change:
         def apply(model: Any) -> None:
@@ -128,29 +129,16 @@ def writers_of_tables_inside_the_attention(case: Case) -> None:
 
     _compare(case, "qwen_image", {"pe, not returned": change(is_late=False)}, ("blocks",))
     _compare(case, "flux1_heads", {"pe, not returned, from the second step on": change(is_late=True)}, ("blocks",))
-    host, name = case.host, "flux1_heads"
-    changed = _changed(tensor(host.load(name)), change(is_late=False))
-    case.refused("by tensor", lambda: host.sample(changed, name), RuntimeError, "attn1_patch", "way 'blocks'")
 
 
 @case
-def writers_inside_an_attention_override(case: Case) -> None:
-    """An attention override is refused by name by tensor, where each card has some of the heads."""
+def writers_that_tensor_refuses(case: Case) -> None:
+    """By name, where each card has some of the heads; a patch also where a wrapper attaches it to its forward."""
     host, name = case.host, "flux1_heads"
 
     def override(attention: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output: torch.Tensor = attention(q.mul_(0.5), *args, **kwargs)
         return output
-
-    changed = tensor(host.load(name)).clone()
-    changed.model_options["transformer_options"]["optimized_attention_override"] = override
-    case.refused("queries", lambda: host.sample(changed, name), RuntimeError, "attention override", "way 'blocks'")
-
-
-@case
-def writers_that_a_wrapper_attaches(case: Case) -> None:
-    """A wrapper attaches a patch to the forward that it runs. Way tensor refuses it by name."""
-    host, name = case.host, "flux1_heads"
 
     def patch(q: Any, k: Any, v: Any, **_: Any) -> dict[str, Any]:
         return {"v": v * (1 + v.abs().mean())}
@@ -162,11 +150,13 @@ def writers_that_a_wrapper_attaches(case: Case) -> None:
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return executor(*map(with_patch, args), **{key: with_patch(value) for key, value in kwargs.items()})
 
-    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
     divided = tensor(host.load(name))
-    changed = divided.clone()
-    changed.add_wrapper_with_key(kind, "a pack", wrapper)
-    case.refused("a patch", lambda: host.sample(changed, name), RuntimeError, "'attn1_patch'", "'blocks'")
+    patched, overridden, wrapped = (divided.clone() for _ in range(3))
+    patched.set_model_attn1_patch(patch)
+    overridden.model_options["transformer_options"]["optimized_attention_override"] = override
+    wrapped.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "a pack", wrapper)
+    for word, model in (("attn1_patch", patched), ("attention override", overridden), ("'attn1_patch'", wrapped)):
+        case.refused(word, functools.partial(host.sample, model, name), RuntimeError, word, "way 'blocks'")
 
 
 @case

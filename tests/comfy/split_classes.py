@@ -21,7 +21,7 @@ DERIVED = (
 )
 # fmt: on
 
-BOTH = ("tensor", "tokens")  # ways that compute each block on all cards
+WAYS = ("blocks", "tensor", "tokens")
 # One mechanism with every class: a case's name -> its classes, and those of a short run.
 EVERY = {
     "family_{}": (FAMILIES, ("flux2", "wan_vace", "sdxl", "z_image", "hidream", "minimax_h3")),
@@ -31,7 +31,7 @@ EVERY = {
     "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
     "replayed_tokens_{}": (SHARED, ("flux2", "qwen_image")),
     "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)),
-    "{}_loras": (BOTH, BOTH),
-    "{}_controlnets": (BOTH, BOTH),
-    "{}_context_windows": (BOTH, BOTH),
+    "{}_loras": (WAYS, WAYS),
+    "{}_controlnets": (WAYS, WAYS),
+    "{}_context_windows": (WAYS, WAYS),
 }

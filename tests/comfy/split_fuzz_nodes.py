@@ -114,7 +114,7 @@ def merge(model: Any, setting: Setting) -> Any:
     return merging.ModelMergeSimple().merge(model, other, setting.random.choice((0.25, 0.5)))[0]
 
 
-def _scaled(output: Any, factor: float) -> Any:
+def scaled(output: Any, factor: float) -> Any:
     return tuple(factor * part for part in output) if isinstance(output, tuple) else output * factor
 
 
@@ -257,7 +257,7 @@ def object_patch(model: Any, setting: Setting) -> None:
         model.add_object_patch(key, new)
         return
     forward, calls = model.get_model_object(key).forward, itertools.count(1)
-    model.add_object_patch(f"{key}.forward", lambda *a, **kw: _scaled(forward(*a, **kw), 1 + 0.01 * next(calls)))
+    model.add_object_patch(f"{key}.forward", lambda *a, **kw: scaled(forward(*a, **kw), 1 + 0.01 * next(calls)))
 
 
 def injection(model: Any, setting: Setting) -> None:
@@ -270,7 +270,7 @@ def injection(model: Any, setting: Setting) -> None:
         module = patcher.model.diffusion_model.get_submodule(layer)
         forward = module.forward
         found.append(forward)
-        module.forward = lambda *a, **kw: _scaled(forward(*a, **kw), 1.2 if next(calls) % 3 == 0 else 1.0)
+        module.forward = lambda *a, **kw: scaled(forward(*a, **kw), 1.2 if next(calls) % 3 == 0 else 1.0)
 
     def eject(patcher: Any) -> None:
         if found:

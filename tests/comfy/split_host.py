@@ -87,6 +87,24 @@ def real_gpus() -> Iterator[Any]:
     yield None
 
 
+@contextlib.contextmanager
+def pinning() -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+    """Inside, ComfyUI pins memory; bytes by address of what was pinned, and of what is."""
+    registered, pinned = dict[int, int](), dict[int, int]()
+
+    def register(address: int, size: int, flags: int) -> int:
+        registered[address] = pinned[address] = size
+        return 0
+
+    cuda = mock.Mock(cudaHostRegister=register, cudaHostUnregister=lambda address: 0 * pinned.pop(address))
+    with (
+        mock.patch.object(_management, "MAX_PINNED_MEMORY", 1 << 40),
+        mock.patch.object(torch.cuda, "cudart", lambda: cuda),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in pinned),
+    ):
+        yield registered, pinned
+
+
 def _list_cards(exclude_current: bool = False) -> list[torch.device]:
     return list(CARDS[1:NUM_CARDS] if exclude_current else CARDS[:NUM_CARDS])
 

@@ -75,18 +75,6 @@ def test_every_case_is_listed(worker: Worker) -> None:
     assert sorted(CASES) == worker.ask("names")["names"]
 
 
-def _named(*, is_of_gguf: bool) -> pytest.MarkDecorator:
-    names = [name for name in CASES if name.startswith("gguf_") == is_of_gguf]
-    return pytest.mark.parametrize(
-        "case", [pytest.param(each, marks=[pytest.mark.long] * CASES[each]) for each in names]
-    )
-
-
-@_named(is_of_gguf=False)
-def test_case(worker: Worker, case: str) -> None:
-    _check(worker.ask(case))
-
-
 @pytest.fixture(scope="module")
 def gguf_pack(comfyui: Path) -> None:
     """The real ComfyUI-GGUF and the package it reads files with."""
@@ -97,8 +85,10 @@ def gguf_pack(comfyui: Path) -> None:
         pytest.skip("needs the gguf package in ComfyUI's environment; a folder of its own may be named in PYTHONPATH")
 
 
-@_named(is_of_gguf=True)
-def test_gguf_case(gguf_pack: None, worker: Worker, case: str) -> None:
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * CASES[each]) for each in CASES])
+def test_case(request: pytest.FixtureRequest, worker: Worker, case: str) -> None:
+    if case.startswith("gguf_"):
+        request.getfixturevalue("gguf_pack")
     _check(worker.ask(case))
 
 

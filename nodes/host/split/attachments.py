@@ -216,7 +216,7 @@ _ATTENTION = (_CHOOSES, "optimized_attention", "optimized_attention_masked", "at
 _LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], tuple[Any, Any]]()
 
 
-def home_of(kind: type) -> str:
+def package_of(kind: type) -> str:
     """The package that a class is defined in, else its module, as the beginning of the names of modules there."""
     return f"{kind.__module__.rpartition('.')[0] or kind.__module__}."
 
@@ -225,8 +225,8 @@ def attention_of(model: nn.Module, *, is_wide: bool = False) -> dict[tuple[Any, 
     """What this class's modules call attention, by the module of Python and the name there. is_wide: also in modules
     that have no class of it, such as comfy.ldm.flux.math."""
     named = set(sys.modules) if is_wide else {type(each).__module__ for each in model.modules()}
-    homes = ("comfy.ldm.", home_of(type(model)))
-    modules = [sys.modules[name] for name in sorted(named) if f"{name}.".startswith(homes) and name in sys.modules]
+    packages = ("comfy.ldm.", package_of(type(model)))
+    modules = [sys.modules[name] for name in sorted(named) if f"{name}.".startswith(packages) and name in sys.modules]
     return {(each, name): getattr(each, name) for each in modules for name in _ATTENTION if hasattr(each, name)}
 
 

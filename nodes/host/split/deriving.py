@@ -38,7 +38,7 @@ from ....parallel.local.watching import Notes, Watch, apart
 from ....parallel.transfer import copy_to
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 from ....planning.derived_rows import DerivedRows, Verdict
-from .attachments import OVERRIDE, home_of, led_by_name, override_of
+from .attachments import OVERRIDE, led_by_name, override_of, package_of
 from .model_copy import RUNTIME_STATE
 from .shown_inputs import FUNCTIONS, OPTIONS, ShownInputs
 
@@ -260,18 +260,18 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 
 def rows_of(model: nn.Module) -> DerivedRows:
     """The file of this class as its source is now, and of this structure."""
-    structure, homes, modules, kind = [], (home_of(type(model)), "comfy.ldm."), set[str](), type(model)
+    structure, packages, modules, kind = [], (package_of(type(model)), "comfy.ldm."), set[str](), type(model)
     for name, module in model.named_modules():
         code = type(module).__module__
-        is_own = f"{code}.".startswith(homes)
+        is_own = f"{code}.".startswith(packages)
         modules |= {code} if is_own else set()
-        told = {
+        plain = {
             key: repr(value)
             for key, value in sorted(_state_of(module).items())
             if (is_own or key in _OF_LAYERS) and key != "training"
             if type(value) in PLAIN or type(value) in (tuple, list)
         }
-        structure.append([name, type(module).__name__, told])
+        structure.append([name, type(module).__name__, plain])
     shapes = sorted([name, list(each.shape)] for name, each in model.named_parameters())  # not so of layers in 8 bits
     key = {"class": f"{kind.__module__}.{kind.__qualname__}", "source": _source(frozenset(modules))}
     versions = {"comfyui": comfyui_version.__version__, "torch": torch.__version__}

@@ -88,20 +88,16 @@ class SplitRequest:
         return {device: min(size, limits.get(device, size)) for device, size in usable.items()}
 
 
-def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], instead: str) -> list[str]:
-    """Devices that would hold more of these bytes of weights than they may; the log names them.
-    Raises: ValueError for any with offload off. instead: what works then."""
+def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], instead: str) -> None:
+    """Name devices that would hold more of these bytes of weights than they may. Raises: ValueError for any with
+    offload off. instead: what works then."""
     budgets = request.card_budgets()
-    over = [
-        f"{device} would hold {size / GB:.2f} GB of weights and may hold {budgets[device] / GB:.2f} GB"
-        for device, size in sizes.items()
-        if size > budgets[device]
-    ]
+    said = "{} would hold {:.2f} GB of weights and may hold {:.2f} GB"
+    over = [said.format(at, size / GB, budgets[at] / GB) for at, size in sizes.items() if size > budgets[at]]
     if over and not request.offload:
         raise ValueError(f"{'; '.join(over)}. {instead}, a smaller weight type, or turn offload on")
     if over:
         _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
-    return over
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,6 @@ class SplitPlan:
     overlap: bool = False
 
     def make_executor(self, tree: Any) -> Any:
-        """An Executor for a SplitTree."""
         raise NotImplementedError
 
     @property
@@ -125,7 +120,6 @@ class SplitPlan:
 
     @property
     def of_class(self) -> dict[str, Any]:
-        """What a bridge has to know of the class."""
         return {"passed_by": self.layout.passed_by, "per_device": self.layout.per_device}
 
     def device_of(self, name: str) -> torch.device:
@@ -133,7 +127,6 @@ class SplitPlan:
         return self.main_device
 
     def share_of(self, device: torch.device) -> str:
-        """What the device has of the blocks, in words."""
         raise NotImplementedError
 
     def num_blocks(self) -> list[tuple[str, int]]:
@@ -141,7 +134,6 @@ class SplitPlan:
         return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
-        """How a forward runs, in a few words."""
         raise NotImplementedError
 
     def _describe_exchange(self, what: str) -> str:

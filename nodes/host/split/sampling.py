@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import comfy.model_management as management
 import torch
@@ -63,15 +63,6 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
         raise RuntimeError(f"this model cannot run: {'; '.join(problems)}. Leave that card out, or use smaller weights")
 
 
-class _Part(NamedTuple):
-    """One micro-batch, for one image or the whole batch."""
-
-    number: int  # of its conditioning
-    conds: list[Any]
-    x: torch.Tensor
-    timestep: torch.Tensor
-
-
 def run_overlapped(
     executor: Any, model: Any, conds: list[Any], x_in: torch.Tensor, timestep: torch.Tensor, options: dict[str, Any]
 ) -> list[torch.Tensor]:
@@ -81,18 +72,18 @@ def run_overlapped(
     bring_controls_to_main(conds, tree.plan.main_device)
     parts = _parts(tree, model, (conds, x_in, timestep), options)
 
-    def job(part: _Part) -> Callable[[], torch.Tensor]:
+    def job(number: int, *part: Any) -> Callable[[], torch.Tensor]:
         own = {**options, "transformer_options": dict(options.get("transformer_options", {}))}
-        return lambda: executor(model, part.conds, part.x, part.timestep, own)[part.number]
+        return lambda: executor(model, *part, own)[number]
 
     def compute() -> list[torch.Tensor]:
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, options)
-        jobs = [job(part) for part in parts]
+        jobs = [job(*part) for part in parts]
         outputs = [run() for run in jobs] if tree.is_plain else tree.executor.run_parts(tree, jobs)
         of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
-        for part, output in zip(parts, outputs, strict=True):
-            of_cond[part.number].append(output)
+        for (number, *_), output in zip(parts, outputs, strict=True):
+            of_cond[number].append(output)
         return [torch.cat(images) if images else torch.zeros_like(x_in) for images in of_cond]
 
     with tree.step():
@@ -112,8 +103,9 @@ def run_overlapped(
             ) from error
 
 
-def _parts(tree: SplitTree, model: Any, step: tuple[Any, ...], options: Mapping[str, Any]) -> list[_Part]:
-    """The micro-batches of this step; fewer than two where ComfyUI's way is to be used."""
+def _parts(tree: SplitTree, model: Any, step: tuple[Any, ...], options: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """The micro-batches of this step, for one image or the whole batch: number of the conditioning, conditionings,
+    latents, timestep. Fewer than two where ComfyUI's way is to be used."""
     conds, x_in, timestep = step
     active, num_images = [index for index, cond in enumerate(conds) if cond], x_in.shape[0]
     if not tree.plan.overlap or len(active) * num_images < 2:
@@ -123,22 +115,22 @@ def _parts(tree: SplitTree, model: Any, step: tuple[Any, ...], options: Mapping[
     values = [entry.get("model_conds", {}) for index in active for entry in conds[index]]
     is_cut = num_images > 1 and all({*map(type, each.values())} <= known for each in values)
     is_cut = is_cut and not any("latent_shapes" in each for each in values)
-    parts: list[_Part] = []
+    parts: list[tuple[Any, ...]] = []
     for index in active:
         for image in [slice(i, i + 1) for i in range(num_images)] if is_cut else [slice(None)]:
             only: list[Any] = [None] * len(conds)
             only[index] = [_cut(entry, image, num_images) for entry in conds[index]] if is_cut else conds[index]
-            parts.append(_Part(index, only, x_in[image], timestep[image]))
+            parts.append((index, only, x_in[image], timestep[image]))
 
     def has_room() -> bool:
         """As ComfyUI expects each part to need memory beside the weights."""
         free = model.current_patcher.get_free_memory(x_in.device)
-        for part in parts:
+        for number, only, x, _ in parts:
             shapes: dict[str, list[Any]] = defaultdict(list)
-            for entry in part.conds[part.number]:
+            for entry in only[number]:
                 for name, value in entry.get("model_conds", {}).items():
                     shapes[name].append(value.size())
-            if model.memory_required(list(part.x.shape), cond_shapes=shapes) >= free:
+            if model.memory_required(list(x.shape), cond_shapes=shapes) >= free:
                 return False
         return True
 

@@ -49,9 +49,9 @@ from .attachments import (
     attention_of,
     check_runnable,
     has_patches,
-    home_of,
     led_by_name,
     override_of,
+    package_of,
 )
 from .deriving import Cards, Deriving, rows_of
 from .model_copy import RUNTIME_STATE, Origin, alias, copy_structure
@@ -111,7 +111,7 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
             _log.warning(
                 "split: %s, and tried inputs are refused: %s", why_no_tokens(layout.class_name), verdicts[0].refused
             )
-    known = (*_KNOWN_MODULES, home_of(type(diffusion_model))) if derived else _KNOWN_MODULES
+    known = (*_KNOWN_MODULES, package_of(type(diffusion_model))) if derived else _KNOWN_MODULES
     for name, module in diffusion_model.named_modules():
         code = type(module).__module__
         if not f"{code}.".startswith(known) and not isinstance(module, _KNOWN_LAYERS):
@@ -296,7 +296,7 @@ class TokensExecutor(Executor):
         return ""
 
     def run_parts(self, tree: SplitTree, jobs: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Each card computes a whole one; what cannot be dealt to all cards is shared out by tokens."""
+        """Each card computes a whole one; what is left is shared out by tokens."""
         size, outputs = len(self._models), list[torch.Tensor]()
 
         def on_a_card(job: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -292,27 +292,23 @@ class SplitTree:
         return self.bridge.move((args, {**kwargs, **changed}), self.plan.main_device)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        layout = self.plan.layout
         try:
-            if output is not None and not self._is_proven and self.bridge.hook_ids:
-                self._check_calls()
+            if output is None:
+                return None
+            if not (self._is_proven or self.executor.has_copies):
+                # Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly.
+                hooked = {name: block_lists.hooked_modules(self.block(name), layout) for name in self.plan.blocks}
+                called = [name for name, modules in hooked.items() if not self.bridge.entered.isdisjoint(modules)]
+                if unused := set(_containers_of(self.plan.blocks)).difference(_containers_of(called)):
+                    raise RuntimeError(
+                        f"{type(module).__name__} did not call a single block of {', '.join(unused)} as a module, so "
+                        "a split cannot give these blocks their inputs; load the model without a split"
+                    )
                 self._is_proven = True
-            return self.bridge.move(output, self.plan.main_device) if output is not None else None
+            return self.bridge.move(output, self.plan.main_device)
         finally:
             self.end()
-
-    def _check_calls(self) -> None:
-        """Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly.
-        Raises: RuntimeError that names lists none of whose blocks was called as a module."""
-        lists = dict[str, bool]()
-        for name in self.plan.blocks:
-            modules = block_lists.hooked_modules(self.block(name), self.plan.layout)
-            of = name.rpartition(".")[0] or name
-            lists[of] = lists.get(of, False) or not self.bridge.entered.isdisjoint(modules)
-        if unused := [name for name, is_called in lists.items() if not is_called]:
-            raise RuntimeError(
-                f"{type(self.diffusion_model).__name__} did not call a single block of {', '.join(unused)} as a "
-                "module, so a split cannot give these blocks their inputs; load the model without a split"
-            )
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:
