@@ -18,12 +18,13 @@ from devicebridge.tests.comfy.split_host import (
     HOME,
     OTHER,
     Host,
+    hooked,
     live_bytes,
     offloaded_layers,
     pinning,
     weights_on,
 )
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
 NAME = "flux1"
 LORA = 1
@@ -259,12 +260,9 @@ class Interrupting(comfy.controlnet.ControlBase):
         comfy.model_management.load_models_gpu(loaded)
 
 
-def _interrupted(host: Host, model: Any, *cleared: torch.device, hooks: Any = None) -> tuple[torch.Tensor, list[int]]:
-    control = Interrupting(*cleared)
-    positive = FAMILIES[NAME].condition(1)
+def _interrupted(host: Host, model: Any, *cleared: torch.device, positive: Any = None) -> tuple[Any, list[int]]:
+    positive, control = positive or FAMILIES[NAME].condition(1), Interrupting(*cleared)
     positive[0][1]["control"] = control
-    if hooks is not None:
-        positive = comfy.hooks.set_hooks_for_conditioning(positive, hooks)
     return host.sample(model, NAME, positive=positive), control.left
 
 
@@ -284,17 +282,16 @@ def unloaded_and_loaded_in_the_middle(case: Case) -> None:
 def unloaded_in_the_middle_of_a_scheduled_lora(case: Case) -> None:
     """A part that is evicted while a LoRA is written into its weights must not keep it."""
     host = case.host
-    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, LORA)), 1.0, 1.0)
-    clean = _reference(host)
+    positive, clean = hooked(NAME, 1, LORA), _reference(host)
     plain = host.load(NAME)
-    reference, _ = _interrupted(host, plain, HOME, hooks=hooks)
+    reference, _ = _interrupted(host, plain, HOME, positive=positive)
     case.equal("plain, clean afterwards", host.sample(plain, NAME), clean)
     host.unload_all()
     divided = split(host.load(NAME))
-    output, _ = _interrupted(host, divided, OTHER, HOME, hooks=hooks)
+    output, _ = _interrupted(host, divided, OTHER, HOME, positive=positive)
     case.equal("both cleared, as plain on one card", output, reference)
     for cleared in ((OTHER,), (HOME,), (OTHER, HOME)):
-        _interrupted(host, divided, *cleared, hooks=hooks)
+        _interrupted(host, divided, *cleared, positive=positive)
         case.equal(f"{cleared} cleared: clean afterwards", host.sample(divided, NAME), clean)
 
 
@@ -360,8 +357,7 @@ def unloading_a_model_and_its_clones(case: Case) -> None:
 def low_memory_with_a_scheduled_lora(case: Case) -> None:
     """Weight hooks write into weights in host memory, which the plain MODEL shares."""
     host = case.host
-    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, LORA)), 1.0, 1.0)
-    positive = comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(1), hooks)
+    positive = hooked(NAME, 1, LORA)
     plain = host.load(NAME)
     divided = split(plain, overlap=False)
     shares = _weights(host, divided)
@@ -384,8 +380,7 @@ def a_scheduled_lora_leaves_no_memory_pinned(case: Case) -> None:
     """ComfyUI pins weights that it streams. A split gives those that the LoRA is written into a storage of their own,
     and ComfyUI would unpin that one later."""
     host = case.host
-    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, LORA)), 1.0, 1.0)
-    positive = comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(1), hooks)
+    positive = hooked(NAME, 1, LORA)
     for way in ("blocks", "tokens"):
         divided = split(host.load(NAME), overlap=False, way=way)
         sizes = divided.model.devicebridge_split.weight_bytes()

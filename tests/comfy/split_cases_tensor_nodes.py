@@ -11,8 +11,8 @@ import comfy_extras.nodes_model_merging as merging
 from comfy.ldm.modules import attention
 from comfy_extras.nodes_model_advanced import ModelAttentionBackend
 from devicebridge.parallel.local.collectives import Collective
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, long_case
-from devicebridge.tests.comfy.split_cases_nodes import FLUX, SD3, WINDOWS, _apply, each_node
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case
+from devicebridge.tests.comfy.split_cases_nodes import FLUX, SD3, WINDOWS, _apply, each_node, in_one_batch
 from devicebridge.tests.comfy.split_cases_replayed import STEPS, replayed, unwatched
 from devicebridge.tests.comfy.split_cases_tensor import NEAR, _failing_meeting, near, tensor
 
@@ -36,10 +36,10 @@ def context_windows(case: Case, name: str, divide: Callable[[Any], Any], bound: 
     near(case, "as unsplit", host.sample(_apply(WINDOWS, divided), name, cfg=3.0, latent=latent), reference, bound)
 
 
-@long_case
-def tensor_merges(case: Case) -> None:
-    """ModelMergeSimple with a divided MODEL on either side, and on both, loaded on its cards or not."""
-    host, name = case.host, "flux1_heads"
+def merges(name: str, divide: Callable[[Any], Any], bound: float, case: Case) -> None:
+    """ModelMergeSimple with a divided MODEL on either side, and on both, loaded on its cards or not; it reads the
+    weights of the file, also while a LoRA is baked into the loaded ones."""
+    host = case.host
 
     def merged(first: Any, second: Any) -> Any:
         return host.sample(merging.ModelMergeSimple().merge(first, second, 0.3)[0], name)
@@ -47,18 +47,22 @@ def tensor_merges(case: Case) -> None:
     def load(seed: int, is_divided: bool) -> Any:
         model = host.load(name, **({} if is_divided else {"load_device": CPU}))
         patched = host.lora(model, name, seed) if seed else model
-        return tensor(patched) if is_divided else patched
+        return divide(patched) if is_divided else patched
 
     reference, other = merged(load(0, False), load(3, False)), merged(load(3, False), load(0, False))
     case.differs("the order does something", reference, other)
     for what, kinds in {"first": (True, False), "second": (False, True), "both": (True, True)}.items():
         first, second = (load(seed, is_divided) for seed, is_divided in zip((0, 3), kinds, strict=True))
-        near(case, f"the {what} divided", merged(first, second), reference)
+        near(case, f"the {what} divided", merged(first, second), reference, bound)
         for model in (first, second):
             host.sample(model, name, steps=1)
-        near(case, f"the {what} divided, and loaded", merged(first, second), reference)
-        near(case, f"the {what} divided, the other way", merged(second, first), other)
+        near(case, f"the {what} divided, and loaded", merged(first, second), reference, bound)
+        near(case, f"the {what} divided, the other way", merged(second, first), other, bound)
         host.unload_all()
+
+
+CASES["blocks_merges"] = functools.partial(merges, "flux1", in_one_batch, 0.0)
+CASES["tensor_merges"] = functools.partial(merges, "flux1_heads", tensor, NEAR)
 
 
 def stopped_inside_a_block(case: Case, name: str, divide: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import comfy.hooks
 import comfy.ldm.ernie.model as ernie
 import comfy.ldm.flux.layers as flux_layers
 import comfy.ldm.flux.math as flux_math
@@ -44,7 +43,7 @@ from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit,
 from devicebridge.tests.comfy.split_cases_tensor_nodes import context_windows, stopped_inside_a_block
 from devicebridge.tests.comfy.split_cases_weights import NAME
 from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
-from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes
+from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, hooked, live_bytes
 from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, small_sizes
 from devicebridge.tests.emulated import CARDS, on_cpu
@@ -191,19 +190,9 @@ def tokens_stopped_inside_a_block(case: Case) -> None:
     case.equal("after it", sample(), reference)
 
 
-def _hooked(seed: int, strengths: tuple[float, ...]) -> Any:
-    """A condition with a LoRA of its own, whose strength changes where there are several."""
-    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, seed)), 1.0, 1.0)
-    schedule = comfy.hooks.HookKeyframeGroup()
-    for index, strength in enumerate(strengths):
-        schedule.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=index / 5))
-    if strengths:
-        hooks.set_keyframes_on_hooks(schedule)
-    return comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(seed), hooks)
-
-
 def _scheduled(host: Host, model: Any, strengths: tuple[float, ...]) -> torch.Tensor:
-    return host.sample(model, NAME, cfg=3.0, steps=3, positive=_hooked(1, strengths), negative=_hooked(2, ()))
+    positive = hooked(NAME, 1, 1, [(strength, index / 5) for index, strength in enumerate(strengths)])
+    return host.sample(model, NAME, cfg=3.0, steps=3, positive=positive, negative=hooked(NAME, 2, 2))
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -246,7 +235,7 @@ def tokens_scheduled_loras(case: Case) -> None:
         with host.machine.room_for(size // 2, HOME), host.machine.room_for(size // 2, OTHER):
             near(case, "streamed to both", _scheduled(host, shared, strengths), reference, NEAR)
         near(case, "without again", host.sample(shared, NAME), clean, NEAR)
-    sides = {"positive": FAMILIES[NAME].condition(1), "negative": _hooked(2, ())}
+    sides = {"positive": FAMILIES[NAME].condition(1), "negative": hooked(NAME, 2, 2)}
     reference = host.sample(unsplit, NAME, cfg=3.0, **sides)
     for part in (shared, *in_long_runs(*shared.companions)):
         unload = functools.partial(part.partially_unload, CPU, size // 2)

@@ -9,11 +9,12 @@ import comfy.hooks
 import comfy.model_management
 import comfy.sd
 import torch
+from comfy.patcher_extension import WrappersMP
 from comfy.samplers import calc_cond_batch
 from devicebridge.nodes.host.split.attachments import reasons_against_overlap
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER, hooked
+from devicebridge.tests.comfy.tiny_checkpoints import lora_weights
 from torch import nn
 
 NAME = "wan"
@@ -174,8 +175,6 @@ def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
 
 @case
 def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
-    from comfy.patcher_extension import WrappersMP
-
     host = case.host
     divided = split(host.load(NAME))
     reference = host.sample(split(host.load(NAME), overlap=False), NAME, cfg=4.0)
@@ -199,8 +198,6 @@ def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
 def a_scheduled_lora_in_the_weights_turns_overlap_off(case: Case) -> None:
     """Conditionings without one, computed behind those that left it there: the first forward takes it out."""
     host, left = case.host, list[bool]()
-    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, 1)), 1.0, 1.0)
-    negative = comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(2), hooks)
 
     def guide(args: dict[str, Any]) -> torch.Tensor:
         left.append(args["model"].current_patcher.current_hooks is not None)
@@ -213,7 +210,7 @@ def a_scheduled_lora_in_the_weights_turns_overlap_off(case: Case) -> None:
         model = model.clone()
         model.set_model_sampler_post_cfg_function(guide)
         with case.logged("devicebridge", logging.INFO) as messages:
-            outputs.append(host.sample(model, NAME, cfg=4.0, negative=negative))
+            outputs.append(host.sample(model, NAME, cfg=4.0, negative=hooked(NAME, 2)))
         said = [line for line in messages if "overlap is off" in line]
         case.check("each reason is said once", len(said) == 2 * (len(outputs) == 2), said)
     case.check("it is in the weights", all(left), left)

@@ -10,11 +10,9 @@ from unittest import mock
 import comfy.hooks
 import comfy.sd
 import comfy.utils
-import comfy_extras.nodes_model_merging as merging
 import torch
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, live_bytes, weights_on
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, hooked, live_bytes, weights_on
 from devicebridge.tests.emulated import on_cpu
 
 NAME = "flux1"
@@ -69,19 +67,8 @@ def split_outlives_its_source(case: Case) -> None:
     case.equal("and after unloading", host.sample(divided, NAME), host.reference(NAME))
 
 
-def _scheduled(host: Host, seed: int, *, keyframes: bool, hook_seed: int = 1) -> Any:
-    """A condition with a LoRA of its own, of growing strength where there are keyframes."""
-    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, hook_seed)), 1.0, 1.0)
-    if keyframes:
-        schedule = comfy.hooks.HookKeyframeGroup()
-        for strength, start in ((0.25, 0.0), (1.0, 0.4)):
-            schedule.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=start))
-        hooks.set_keyframes_on_hooks(schedule)
-    return comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(seed), hooks)
-
-
 def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any = None) -> torch.Tensor:
-    positive = _scheduled(host, 1, keyframes=keyframes)
+    positive = hooked(NAME, 1, strengths=((0.25, 0.0), (1.0, 0.4)) if keyframes else ())
     return host.sample(model, NAME, cfg=3.0, steps=4, positive=positive, negative=negative)
 
 
@@ -89,7 +76,7 @@ def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any 
 def scheduled_loras(case: Case) -> None:
     """A weight hook on one condition: weights change between cond and uncond, and by the step. Or one on each, or over
     a LoRA."""
-    host, other = case.host, _scheduled(case.host, 2, keyframes=False, hook_seed=2)
+    host, other = case.host, hooked(NAME, 2, 2)
     for what, seeds, negative in (("on one", (), None), ("on each", (), other), ("over a LoRA", (2,), None)):
         unsplit = _with_loras(host, host.load(NAME, load_device=CPU), *seeds)
         divided = _with_loras(host, split(host.load(NAME)), *seeds)
@@ -134,22 +121,6 @@ def _saved(model: Any) -> dict[str, torch.Tensor]:
     with mock.patch.object(comfy.utils, "save_torch_file", lambda weights, *args, **kwargs: files.append(weights)):
         comfy.sd.save_checkpoint("", model)
     return {key: on_cpu(tensor).clone() for key, tensor in files[0].items()}
-
-
-@case
-def merging_models(case: Case) -> None:
-    """ModelMergeSimple reads every weight of one MODEL into patches of another, those of the file, also while a LoRA is
-    baked into the loaded ones."""
-    host, node = case.host, merging.ModelMergeSimple()
-    plain = host.load(NAME, load_device=CPU)
-    reference = host.sample(node.merge(plain, host.lora(plain, NAME, 1), 0.5)[0], NAME)
-    merged = node.merge(split(host.load(NAME)), host.lora(host.load(NAME), NAME, 1), 0.5)[0]
-    case.equal("a plain one into a split one", host.sample(merged, NAME), reference)
-    tuned = host.lora(split(host.load(NAME)), NAME, 1)
-    for when in ("before it is loaded", "loaded"):
-        merged = node.merge(host.load(NAME), tuned, 0.5)[0]
-        case.equal(f"a split one into a plain one, {when}", host.sample(merged, NAME), reference)
-        host.sample(tuned, NAME)
 
 
 def _other_layers(model: Any) -> Any:

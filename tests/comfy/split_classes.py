@@ -34,4 +34,5 @@ EVERY = {
     "{}_loras": (WAYS, WAYS),
     "{}_controlnets": (WAYS, WAYS),
     "{}_context_windows": (WAYS, WAYS),
+    "{}_merges": (WAYS[:2], WAYS[:1]),
 }

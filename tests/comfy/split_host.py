@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comfy.hooks
 import comfy.model_management
 import comfy.sample
 import comfy.sd
@@ -191,6 +192,17 @@ def peaks_of(machine: Machine) -> Iterator[dict[torch.device, int]]:
     watched = _Watched()
     with mock.patch.object(machine.cards, "copies", watched):
         yield watched.peaks
+
+
+def hooked(name: str, seed: int, lora: int = 1, strengths: Sequence[tuple[float, float]] = ()) -> Any:
+    """A condition with a LoRA of its own; strengths: and the shares of all steps behind which they begin."""
+    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(name, lora)), 1.0, 1.0)
+    schedule = comfy.hooks.HookKeyframeGroup()
+    for strength, start in strengths:
+        schedule.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=start))
+    if strengths:
+        hooks.set_keyframes_on_hooks(schedule)
+    return comfy.hooks.set_hooks_for_conditioning(FAMILIES[name].condition(seed), hooks)
 
 
 def one_condition_at_a_time(model: Any) -> Any:
