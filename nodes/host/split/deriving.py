@@ -158,19 +158,12 @@ def _keys_differ(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 
 def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = None) -> TokenPlan:
-    """The first candidate that is proved. The model is left as it was.
-
-    Args:
-        given: arguments of a forward, on the main card. kept: what is tried first.
-    Raises: RowsError that says what differed.
-    """
+    """The first candidate that is proved. The model is left as it was. given: arguments of a forward, on the main card.
+    kept: what is tried first. Raises: RowsError that says what differed."""
     with left_as_it_was(cards.models):
         proofs, count = small_forwards(cards, given), len(cards.models)
-        notes, model = proofs[0].notes, cards.models[0]
-        blocks = {
-            name: [weight for _, each in members(model, name) for weight in each.parameters()] for name in cards.lists
-        }
-        sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in blocks.items()}
+        notes, size_of = proofs[0].notes, management.module_size
+        sizes = {name: sum(size_of(each) for _, each in members(cards.models[0], name)) for name in cards.lists}
         candidates = ([] if kept is None else [kept]) + derive([each.notes for each in proofs], cards.lists, sizes)
         if not candidates:
             why = "nothing that its blocks take and return has tokens that attention was seen to read"
@@ -192,9 +185,7 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
 def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
     """Whole forwards of several sizes, and what they show; in float32 if the class can, as halves hide faults.
     The layers of the cards cast their weights from then on.
-
-    Raises: RowsError where the class computes none of the sizes, or draws or remembers something.
-    """
+    Raises: RowsError where the class computes none of the sizes, or draws or remembers something."""
     inputs, reasons = ShownInputs(given), list[str]()
     has_8_bits = any(getattr(each, "layout_type", None) for each in cards.models[0].modules())
     is_rounded = has_8_bits or any(each.dtype in HALVES for each in tensors_reached(dict(given)))
@@ -312,11 +303,7 @@ def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
 
 
 class Deriving:
-    """The rows of a class by kind of inputs, derived and proved at the first forward with such inputs.
-
-    Args:
-        rows: where they are kept. name: of the class.
-    """
+    """The rows of a class by kind of inputs, derived and proved at the first forward with such inputs, and kept."""
 
     def __init__(self, rows: DerivedRows, name: str) -> None:
         self._rows, self._name = rows, name
@@ -338,13 +325,9 @@ class Deriving:
         tolerance: float,
     ) -> Any:
         """A forward by derived rows; the first one of its size in each third of a run is one card's, which is compared.
-
-        Args:
-            own: the main card's forward. by_rows: what the main card has of a forward by a plan.
-            cards: that derive rows; none of this split are attached then.
-            tolerance: of a standard deviation; 0 takes what the type of number allows.
-        Raises: RowsError for rows that are not proved, or are no longer.
-        """
+        own: the main card's forward. by_rows: what the main card has of a forward by a plan. cards: that derive rows;
+        none of this split are attached then. tolerance: of a standard deviation; 0 takes what the type allows.
+        Raises: RowsError for rows that are not proved, or are no longer."""
         inputs = ShownInputs(given)
         kind, size = inputs.signature, (inputs.signature, inputs.size)
         if kind in self._refused:

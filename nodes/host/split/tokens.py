@@ -173,7 +173,7 @@ class TokensExecutor(Executor):
         if plan.derived is None and (plan.layout.keeps_nothing or plan.layout.forgets_if_patched):
             self.graphs = graphs_on(plan.devices, copies, addresses_on)
         self._attention = [*attention_of(root, is_wide=True)]
-        self._attends: dict[int, tuple[Any, Any, Any]] = {}  # by rank, where attention was led, and by what
+        self._override = functools.lru_cache(maxsize=4)(override_of)  # the same function while blocks are replayed
         self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
         self._deriving = Deriving(plan.derived, plan.layout.class_name) if plan.derived is not None else None
         self._proved_for: object = None  # ComfyUI's number of the patches
@@ -384,8 +384,9 @@ class TokensExecutor(Executor):
             functions = tuple(getattr(module, name, None) for module, name in self._attention)
             groups = self._plan.replayed_groups if self._plan.replayed_groups != rows.groups else 0
             replays = Replays(self.graphs, (rows, rows.groups, rows.exchange, functions), groups)
-        forwards = enumerate(self._forwards(own))
-        calls = [functools.partial(self._run, rank, rows, each, self._given(rank, given)) for rank, each in forwards]
+        attend = self._override(rows, (given.get(OPTIONS) or {}).get(OVERRIDE)) if plan.passes_options else None
+        of_ranks = ((each, self._given(rank, given)) for rank, each in enumerate(self._forwards(own)))
+        calls = [functools.partial(self._run, rows, attend, *each) for each in of_ranks]
         with led_by_name(self._models[0], plan):
             return rows.run(calls, replays)[0]
 
@@ -438,24 +439,16 @@ class TokensExecutor(Executor):
             moved["control"] = residuals
         return moved
 
-    def _run(self, rank: int, rows: TokenParallel, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """One rank's forward, in its thread."""
+    def _run(self, rows: TokenParallel, attend: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """One rank's forward, in its thread. attend: the attention override, where the class hands it on."""
         here = rows.rows
         assert here is not None
         if isinstance(control := given.get("control"), dict):
             given["control"] = {name: RowResiduals(each, here, rows.plan.control) for name, each in control.items()}
-        if rows.plan.passes_options:
+        if attend is not None:
             given = self._forgetting(given)
-            options = given.setdefault(OPTIONS, {})
-            options[OVERRIDE] = self._attend(rank, rows, options.get(OVERRIDE))
+            given.setdefault(OPTIONS, {})[OVERRIDE] = attend
         return forward(**given)
-
-    def _attend(self, rank: int, rows: TokenParallel, chosen: Callable[..., Any] | None) -> Callable[..., Any]:
-        """The attention override of one rank. It stays the same from forward to forward: blocks are replayed by it."""
-        known = self._attends.get(rank)
-        if known is None or known[0] is not rows or known[1] is not chosen:
-            known = self._attends[rank] = rows, chosen, override_of(rows, chosen)
-        return known[2]
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
