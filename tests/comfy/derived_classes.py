@@ -1,7 +1,8 @@
-"""Classes that no row describes: a small one that can be changed in ways no rows may be derived for, and a new one.
+"""Classes that no row describes: a small one that can be changed in ways no rows may be derived for, and two new ones.
 
-It is written from what was published of FLUX 3: 5 blocks for each stream, then 28 joint ones, with queries, keys,
-values and a gated feed-forward apart. Its widths are tiny.
+The new ones are written from what was published of MOSS-Image (42 single-stream blocks, one shared modulation, 6
+linears a block, a gated feed-forward, rotary positions of 4 axes) and of FLUX 3 (5 blocks for each stream, then 28
+joint ones, with queries, keys, values and feed-forward apart). Their widths are tiny.
 """
 
 from collections.abc import Callable
@@ -92,6 +93,18 @@ class _Model(nn.Module):
         raise NotImplementedError
 
 
+class MossLike(_Model):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.layers = nn.ModuleList(_Block() for _ in range(42))
+
+    def of_blocks(self, img: Rows, txt: Rows, vec: Any, at: Any, text_at: Any, options: Any) -> Rows:
+        x, angles = torch.cat([txt, img], 1), torch.cat([text_at, at], 1)
+        for block in self.layers:
+            x = block(x, vec, angles, transformer_options=options)
+        return x[:, txt.shape[1] :]
+
+
 class Flux3Like(_Model):
     """Blocks of each stream before the joint ones."""
 
@@ -107,6 +120,9 @@ class Flux3Like(_Model):
         for block in self.joint_blocks:
             x = block(x, vec, angles, options)
         return x[:, txt.shape[1] :]
+
+
+UNSEEN: dict[str, Callable[..., nn.Module]] = {"moss": MossLike, "flux3": Flux3Like}
 
 
 def filled(model: nn.Module) -> nn.Module:
