@@ -68,14 +68,10 @@ def test_no_ending_of_a_format_that_starts_programs_is_looked_for() -> None:
 
 
 _CONTAINERS = {  # name -> format, codec
-    "a.avi": ("avi", "mpeg4"),
-    "b.avi": ("avi", "libx264"),
-    "a.ts": ("mpegts", "libx264"),
-    "a.m2ts": ("mpegts", "libx264"),
-    "a.mpg": ("mpeg", "mpeg2video"),
-    "a.flv": ("flv", "flv"),
+    "a.avi": ("avi", "mpeg4"), "b.avi": ("avi", "libx264"), "a.ts": ("mpegts", "libx264"),
+    "a.m2ts": ("mpegts", "libx264"), "a.mpg": ("mpeg", "mpeg2video"), "a.flv": ("flv", "flv"),
     "a.3gp": ("3gp", "libx264"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", _CONTAINERS)
@@ -85,13 +81,9 @@ def test_the_older_containers_are_clips(tmp_path: Path, name: str) -> None:
     with av.open(str(tmp_path / name), "w", format=form, options=options) as file:
         stream = file.add_stream(codec, rate=25)
         stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 64, 64, "yuv420p", 4_000_000
-        stream.codec_context.max_b_frames = (
-            0 if codec == "flv" else 2
-        )  # which come in another order than they are shown
-        ordered = "scenecut=0:b-adapt=0:bframes=3:keyint=12"
-        stream.options = {"threads": "1", "sc_threshold": "0"} | (
-            {"x264-params": ordered} if codec == "libx264" else {}
-        )
+        stream.codec_context.max_b_frames = 2 * (codec != "flv")  # which come in another order than they are shown
+        ordered = {"x264-params": "scenecut=0:b-adapt=0:bframes=3:keyint=12"} if codec == "libx264" else {}
+        stream.options = {"threads": "1", "sc_threshold": "0"} | ordered
         for values in plain_frames(30, (64, 64)):
             file.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
         file.mux(stream.encode(None))

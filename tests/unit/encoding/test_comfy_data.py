@@ -17,6 +17,7 @@ from devicebridge.families.spec import ComfyInputs, LatentSpec
 
 STATES = torch.randn(1, 5, 8)
 POOLED = torch.randn(1, 3)
+IMAGE = {"samples": (4, 3, 2, 2)}
 
 
 def _conditioning(**options):
@@ -24,13 +25,10 @@ def _conditioning(**options):
 
 
 def test_states_and_pooled_output_lose_their_batch():
-    entry = read_conditioning(_conditioning(pooled_output=POOLED, attention_mask=torch.ones(1, 5)), "it")
+    options = {"attention_mask": torch.ones(1, 5), "reference_latents": None}
+    entry = read_conditioning(_conditioning(pooled_output=POOLED, **options), "it")
     assert entry.keys() == {"cond", "pooled_output"}
     assert torch.equal(entry["cond"], STATES[0]) and torch.equal(entry["pooled_output"], POOLED[0])
-
-
-def test_none_is_no_option():
-    assert read_conditioning(_conditioning(pooled_output=None, reference_latents=None), "it").keys() == {"cond"}
 
 
 @pytest.mark.parametrize(
@@ -41,8 +39,9 @@ def test_none_is_no_option():
     ],
 )  # fmt: skip
 def test_options_that_change_what_the_model_is_given_are_refused(options):
-    with pytest.raises(ValueError, match=rf"the caption: its CONDITIONING has {next(iter(options))}"):
+    with pytest.raises(ValueError, match=rf"the caption: its CONDITIONING has {next(iter(options))}") as caught:
         read_conditioning(_conditioning(pooled_output=POOLED, **options), "the caption")
+    assert ("FluxGuidance node out" in str(caught.value)) == ("guidance" in options)
 
 
 class _Seen:
@@ -93,6 +92,15 @@ def test_what_a_batch_is_given_once_must_be_equal_in_it():
     options = {"reference_latents_method": "index", "width": 8, "t5xxl_ids": torch.arange(3), "x": torch.ones(1, 2)}
     entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
     assert shared_in_batch({}, entry).keys() == {"words.reference_latents_method", "option.width", "whole.t5xxl_ids"}
+    samples, mask = torch.randn(4, 2, 2, 2), torch.ones(1, 2, 1, 1)
+    assert "noise_mask" not in shared_in_batch({"samples": samples, "noise_mask": mask}, {})
+    mask[0, 1] = -1  # a place that is not there
+    assert torch.equal(shared_in_batch({"samples": samples, "noise_mask": mask}, {})["noise_mask"], mask)
+    guides = [{"strength": 0.5, "pixel_mask": torch.rand(1, 1, 2, 4, 4)}]  # LTX-Video takes the first sample's for all
+    options = {"keyframe_idxs": torch.ones(1, 3, 4, 2), "guide_attention_entries": guides}
+    ((latents, text),) = _pair(torch.randn(1, 4, 2, 2, 2), torch.ones(1, 1, 2, 1, 1), **options)
+    names = {f"option.guide_attention_entries.0.{name}" for name in guides[0]}
+    assert shared_in_batch(latents, text).keys() == {"noise_mask.varies", *names}
 
 
 @pytest.mark.parametrize(
@@ -110,29 +118,18 @@ def test_what_cannot_be_kept_for_a_native_model_is_refused(options):
         read_conditioning(_conditioning(**options), "it", keeps_all=True)
 
 
-def _problem(native, shapes):
-    return ComfyReader(native, {}, LatentSpec(4, 8), "Wan").text_problem(shapes)
-
-
-def test_a_model_that_is_given_an_image_beside_the_noise_asks_for_it():
-    native = ComfyInputs("cond", "", lambda samples: samples, reads_all=True, needs=("concat_latent_image",))
-    shapes = {"cond": (5, 8), "option.width": ()}
-    problem = _problem(native, shapes)
-    assert problem == "its CONDITIONING has no concat_latent_image, which Wan is given beside the noise"
-    assert not _problem(native, {**shapes, "option.concat_latent_image": (16, 3, 4, 4)})
-
-
-def test_an_image_embedder_asks_for_clip_vision_and_says_what_gives_it():
-    native = ComfyInputs("cond", "", lambda samples: samples, reads_all=True, needs=("clip_vision_output",))
-    problem = _problem(native, {"cond": (5, 8), "option.concat_latent_image": (16, 3, 4, 4)})
-    assert "no clip_vision_output, which the image embedder of Wan reads" in problem
-    assert "cache.stock_vision" in problem and "CLIPVisionEncode" in problem
-    assert not _problem(native, {"cond": (5, 8), "option.clip_vision_output.image_embeds": (4,)})
-
-
-def test_the_guidance_node_is_named():
-    with pytest.raises(ValueError, match="FluxGuidance node out, and set guidance on the training node"):
-        read_conditioning(_conditioning(guidance=3.5), "it")
+@pytest.mark.parametrize(
+    ("need", "given", "words"),
+    [
+        ("concat_latent_image", "concat_latent_image", ["which Wan is given beside the noise"]),
+        ("clip_vision_output", "clip_vision_output.image_embeds", ["embedder of Wan", "stock_vision", "VisionEncode"]),
+    ],
+)
+def test_a_model_asks_for_what_it_is_given_beside_the_noise(need, given, words):
+    native = ComfyInputs("cond", "", lambda samples: samples, reads_all=True, needs=(need,))
+    reader, shapes = ComfyReader(native, {}, LatentSpec(4, 8), "Wan"), {"cond": (5, 8), "option.width": ()}
+    assert all(each in reader.text_problem(shapes) for each in [f"no {need}", *words])
+    assert not reader.text_problem({**shapes, f"option.{given}": (16, 3, 4, 4)})
 
 
 @pytest.mark.parametrize(
@@ -260,13 +257,6 @@ def test_an_empty_latent_that_holds_a_first_frame_alone_is_no_clip_to_learn():
     assert len(_pair(samples, mask)) == 1
 
 
-def test_places_that_are_not_there_must_be_the_same_in_a_batch():
-    samples, mask = torch.randn(4, 2, 2, 2), torch.ones(1, 2, 1, 1)
-    assert "noise_mask" not in shared_in_batch({"samples": samples, "noise_mask": mask}, {})
-    mask[0, 1] = -1
-    assert torch.equal(shared_in_batch({"samples": samples, "noise_mask": mask}, {})["noise_mask"], mask)
-
-
 def test_noise_masks_of_whole_frames_share_no_batch_with_those_of_places():
     """What counts is the mask in the size of the latents, in the type of the model."""
     whole = torch.tensor([0.0, 0.5, 1.0]).view(1, 3, 1, 1).expand(1, 3, 8, 8).clone()
@@ -287,18 +277,6 @@ def test_noise_masks_of_whole_frames_share_no_batch_with_those_of_places():
     assert shared_in_batch(image, {})["noise_mask.varies"].tolist() == [True] * 3
 
 
-def test_how_guides_are_attended_to_must_be_equal_in_a_batch():
-    """LTX-Video takes the first sample's mask of a guide for all."""
-    entries = [{"strength": 0.5, "pixel_mask": torch.rand(1, 1, 2, 4, 4)}]
-    options = {"keyframe_idxs": torch.ones(1, 3, 4, 2), "guide_attention_entries": entries}
-    ((latents, text),) = _pair(torch.randn(1, 4, 2, 2, 2), torch.ones(1, 1, 2, 1, 1), **options)
-    names = {"strength", "pixel_mask"}
-    assert shared_in_batch(latents, text).keys() == {
-        "noise_mask.varies",
-        *(f"option.guide_attention_entries.0.{name}" for name in names),
-    }
-
-
 def test_a_noise_mask_is_resized_as_samplers_do_and_models_of_other_families_refuse_it():
     """Interpolated between the centres of places, without corners aligned."""
     found = fit_mask(torch.tensor([[[0.0, 1.0]]]), (1, 1, 4))
@@ -306,10 +284,8 @@ def test_a_noise_mask_is_resized_as_samplers_do_and_models_of_other_families_ref
     exact = torch.rand(1, 3, 2, 2)
     assert torch.equal(fit_mask(exact, (3, 2, 2)), exact)
     ours = ComfyInputs("states", "width", lambda samples: samples, latent_dims=3)
-    shapes = {"samples": (4, 3, 2, 2), "noise_mask": (1, 3, 1, 1)}
-    assert "noise_mask, which training of Wan does not read" in ComfyReader(
-        ours, {}, LatentSpec(4, 8), "Wan"
-    ).latents_problem(shapes)
+    problem = ComfyReader(ours, {}, LatentSpec(4, 8), "Wan").latents_problem({"noise_mask": (1, 3, 1, 1), **IMAGE})
+    assert "noise_mask, which training of Wan does not read" in problem
 
 
 def _pairs(count=3, seed=0):

@@ -35,10 +35,6 @@ def _state(step=4, value=0.5):
     )  # fmt: skip
 
 
-def _accept(state):
-    pass
-
-
 def _as_version_1(path):
     """As it was written before there were digests."""
     facts = json.loads((path / "state.json").read_text())
@@ -138,7 +134,7 @@ def test_another_version_is_refused(version, tmp_path, monkeypatch):
         load_checkpoint(path)
     save_checkpoint(tmp_path, _state(3), keep_last=2)
     with pytest.raises(ValueError, match="is of version"):  # nothing is thrown away for that
-        load_newest(tmp_path, _accept)
+        load_newest(tmp_path, vars)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "3", '"x"', "{}", '{"version": 2}', '{"version": 1}', "", "\x00"])
@@ -154,7 +150,7 @@ def test_a_damaged_newest_is_kept_aside_and_the_one_before_it_taken(tmp_path, ca
         save_checkpoint(tmp_path, _state(step), keep_last=3)
     for step in (4, 6):
         (tmp_path / f"step-{step:06d}" / "adapter.safetensors").write_bytes(b"")
-    assert load_newest(tmp_path, _accept).step == 2
+    assert load_newest(tmp_path, vars).step == 2
     assert "step-000006/adapter.safetensors is damaged" in caplog.text
     assert "Training goes on from" in caplog.text and "repeats the steps after it" in caplog.text
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002"]
@@ -167,8 +163,8 @@ def test_where_none_is_whole_nothing_is_changed_and_all_is_said(tmp_path):
     path = save_checkpoint(tmp_path, _state(), keep_last=1)
     (path / "random.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"random\.safetensors is damaged.*No checkpoint in .* is whole.*start anew"):
-        load_newest(tmp_path, _accept)
-    assert list_checkpoints(tmp_path) == [path] and load_newest(tmp_path / "none", _accept) is None
+        load_newest(tmp_path, vars)
+    assert list_checkpoints(tmp_path) == [path] and load_newest(tmp_path / "none", vars) is None
 
 
 def test_a_checkpoint_goes_under_another_name_so_that_no_half_is_listed(tmp_path, monkeypatch):
