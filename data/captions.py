@@ -49,8 +49,7 @@ def lyrics_file(path: Path) -> Path:
 
 
 def read_caption(path: Path) -> str | None:
-    """The caption without blanks around it; None without the file. Raises: ValueError naming one that is not UTF-8, no
-    ordinary file, or too long."""
+    """The caption without blanks around it; None without the file. Raises: ValueError naming one that is no caption."""
     try:
         return _read_text(path, _MOST_CAPTION_BYTES, "a caption").strip()
     except FileNotFoundError:
@@ -99,8 +98,7 @@ class Tables:
     strange: list[str] = field(default_factory=list)  # names of their entries that are no image or clip
 
     def of(self, path: Path) -> tuple[tuple[str, ...] | None, str]:
-        """The captions of an image or clip, and which kind of file, or which file of many, has them. Raises: as
-        read_caption."""
+        """The captions of an image or clip, and the kind of their file, or its name. Raises: as read_caption."""
         file = caption_file(path)
         if (text := read_caption(file)) is not None:
             return (text,), file.suffix
@@ -110,8 +108,7 @@ class Tables:
         return self.texts[place], source.suffix if source.stem == stem_of(path) else source.name
 
     def song_of(self, path: Path) -> dict[str, str | int]:
-        """What is said of a song beside its caption, of JSON but for a lyrics file. Raises: as read_caption; ValueError
-        for a value that no model takes."""
+        """What is said of a song beside its caption. Raises: as read_caption; ValueError for a value of no model's."""
         entry = self.entries.get(_place(path))
         given = entry.value if entry and isinstance(entry.value, dict) else {}
         said = {key: (given[key], str(entry)) for key in _OF_SONGS if given.get(key) not in (None, "")}
@@ -246,8 +243,7 @@ _KEPT = "|||"  # what stands before the first, and behind a second, keeps its pl
 
 
 def make_captions(texts: Sequence[str], config: DataConfig, folder: FolderConfig) -> tuple[str, ...]:
-    """What an image or clip is trained with, one each time; each text makes equally many. Raises: ValueError for more
-    lines than an image may have captions."""
+    """What an image or clip is trained with, one each time. Raises: ValueError for more lines than are taken."""
     if config.caption_lines:
         texts = [line for text in texts for line in map(str.strip, text.splitlines()) if line] or [""]
         if len(texts) > _MOST_TEXTS:

@@ -70,8 +70,7 @@ def _index(folder: Path, suffixes: Sequence[str], ask: Callable[[], None]) -> _I
 
 
 def find_pair(path: Path, size: tuple[int, int] | None, clip: ClipInfo | None, partners: Partners) -> Pair:
-    """The files of one image or clip, all decoded. Raises: ValueError naming what is missing, there twice, or
-    broken."""
+    """The files of one image or clip, all decoded. Raises: ValueError naming what is missing, double or broken."""
     references, stem = list[Path](), stem_of(path)
     for index, folder in zip(partners.references, partners.config.references, strict=True):
         names = [stem] if stem in index else []

@@ -36,8 +36,7 @@ def bucket_step(config: DataConfig, latent: LatentSpec) -> int:
 
 
 def make_buckets(resolution: int, step: int, max_aspect_ratio: float) -> list[tuple[int, int]]:
-    """Sizes of about resolution squared pixels whose sides are multiples of `step`, both ways round. Raises: ValueError
-    for a resolution below `step`."""
+    """About resolution squared, sides multiples of `step`, both ways round. Raises: ValueError for less than `step`."""
     if resolution < step:
         raise ValueError(f"resolution {resolution} is below {step} pixels, the smallest side a bucket can have here")
     square = step * round(resolution / step)
@@ -118,8 +117,7 @@ def is_slower(info: ClipInfo, fps: float | None) -> bool:
 
 
 def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
-    """The config's settings, else the model's. Raises: ValueError for lengths that the model does not take, naming the
-    nearest, or another rate than sound has."""
+    """The config's settings, else the model's. Raises: ValueError for lengths or a rate that the model does not take."""
     frames = sorted(set(config.frames or latent.frame_lengths))
     if not latent.is_video and frames != [1]:
         raise ValueError(f"data.frames is {frames}, but this model makes images only; leave it out")
@@ -406,8 +404,7 @@ def is_in_alpha(path: Path) -> bool:
 
 
 def read_mask(path: Path) -> torch.Tensor:
-    """Brightness of the mask's pixels, 0 black to 1 white, without transparency. [h, w] Raises: ValueError naming
-    it."""
+    """Brightness of the mask's pixels, 0 black to 1 white. [h, w] Raises: ValueError naming it."""
     with naming(path, "a mask"), opened(path) as file:
         image = exif_transpose(file)
         is_16_bit = image.mode.startswith("I")

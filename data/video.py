@@ -103,8 +103,7 @@ def probe_clip(path: Path) -> ClipInfo:
 
 
 def size_of_clip(path: Path, most: int) -> tuple[int, int]:
-    """(height, width) from headers of images, or a video's first frame of up to `most` pixels. Raises: as
-    probe_clip."""
+    """(height, width) from headers, or a video's first frame of up to `most` pixels. Raises: as probe_clip."""
     with naming(path, "a clip"):
         if path.is_dir():
             return _probe_sequence(path, is_decoded=False).size

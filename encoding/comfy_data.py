@@ -176,8 +176,7 @@ def _sides(samples: torch.Tensor) -> tuple[int, ...]:
 
 
 def read_samples(samples: Any, what: str) -> list[Entry]:
-    """The samples of a batch, one entry each; further streams as MORE_SAMPLES. Raises: ValueError for other forms, and
-    streams of unequal length."""
+    """The samples of a batch, further streams as MORE_SAMPLES. Raises: ValueError for other forms or lengths."""
     streams = samples.unbind() if _is_nested(samples) else [samples]
     for each in streams:
         if not isinstance(each, torch.Tensor) or each.ndim not in (3, 4, 5) or each.numel() == 0:

@@ -172,8 +172,7 @@ class ConditionParts:
 
 @dataclass(frozen=True)
 class ComfyConditions(Source[Wanted]):
-    """What ComfyUI's nodes make of the files beside a sample: what they add to a CONDITIONING; where the text encoder
-    is shown the pictures, all of it."""
+    """What ComfyUI's nodes add to a CONDITIONING of files; where the text encoder is shown them, all of it."""
 
     way: str  # a name of families/comfy/conditions.py
     encoders: tuple[str, ...]  # names of those that take part

@@ -67,8 +67,7 @@ def comfy_latent_key(
 def comfy_text_key(
     text: str, fingerprint: str, *, what: str = "stock text", keeps_all: bool = False, weighs: bool = False
 ) -> str:
-    """Of what ComfyUI's CLIP, or with "stock tokens" its tokenizer, makes of one text. weighs: as a prompt of
-    ComfyUI's, where parentheses weigh words."""
+    """Of a text for ComfyUI's CLIP, or with "stock tokens" its tokenizer. weighs: as ComfyUI's prompts do."""
     facts = {"what": what, "version": COMFY_VERSION, **prompt_facts("text", text, weighs), "clip": fingerprint}
     return settings_fingerprint({**facts, "keeps_all": True} if keeps_all else facts)
 

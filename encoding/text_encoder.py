@@ -55,8 +55,7 @@ class TextEncoder:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """encode() of each text, bit by bit; of streamed layers in few passes, and on the CPU, to leave the next
-        room."""
+        """encode() of each text, bit by bit; of streamed layers on the CPU, to leave the next pass its room."""
         found: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
             with torch.inference_mode():
@@ -281,8 +280,7 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
-    """The encoder as `spec` needs it, weights on meta and buffers on the CPU. Raises: ValueError for a folder that does
-    not describe such an encoder."""
+    """The encoder as `spec` needs it, weights on meta and buffers on the CPU. Raises: ValueError for other folders."""
     from transformers import AutoConfig, AutoModel
 
     folder = folder / spec.folder

@@ -118,8 +118,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
-    """Fill an empty model, tensor by tensor. Without a scheme weights on the CPU stay mapped from their file. Raises:
-    as check_scheme."""
+    """Fill an empty model; without a scheme weights on the CPU stay mapped from their file. Raises: as check_scheme."""
     check_scheme(storage.scheme, storage.device)
     waiting = Counter(name.rpartition(".")[0] for name in sources)
     dtypes = weight_dtypes(model, sources, storage.dtype)

@@ -67,8 +67,7 @@ def find_vae(path: str | Path) -> Path:
 
 
 def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, channels: int) -> None:
-    """Refuse a VAE that load_vae would refuse, or that makes latents of other channels than the model needs. Raises:
-    ValueError."""
+    """Refuse a VAE that load_vae would refuse, or of other channels than the model's. Raises: ValueError."""
     source = find_vae(path)
     config = _folder_config(family, source) if source.is_dir() else {}
     inside = sorted(file for file in source.glob("*.safetensors") if not file.name.startswith("."))
@@ -89,9 +88,7 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, ch
                 f"{_WHAT_WORKS}"
             )
     else:
-        stand_ins = {
-            name: torch.zeros(()).expand(record.shape) for name, record in records.items()
-        }  # of one number each
+        stand_ins = {name: torch.zeros(()).expand(each.shape) for name, each in records.items()}
         config = _load_tensors(family, variant, source, stand_ins).config
     found = next((config[key] for key in _LATENT_CHANNELS if key in config), channels)
     if found != channels:

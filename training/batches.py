@@ -219,8 +219,7 @@ def _noise_masks(
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Text states as one batch: name -> [S, D] or [D] of each to [B, S, D] or [B, D]. Raises: RuntimeError for lengths
-    that differ."""
+    """As one batch: name -> [S, D] or [D] of each to [B, S, D] or [B, D]. Raises: RuntimeError for other lengths."""
     joined: dict[str, torch.Tensor] = {}
     for name in entries[0]:
         states = [entry[name] for entry in entries]

@@ -195,8 +195,7 @@ def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Ar
 def _results(
     forward: Forward, arguments: Arguments, trained: Mapping[str, nn.Parameter], directions: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Samples of what a forward gives, and its backward where gradients are on. directions: gradients of the outputs;
-    drawn if empty."""
+    """Samples of what a forward and its backward give. directions: gradients of the outputs; drawn if empty."""
     own = map_tensors(arguments, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
     inputs, outputs = tensors_reached(own), tensors_reached(forward(*own[0], **own[1]))
     found = {f"output {index}": _added(output, inputs) for index, output in enumerate(outputs)}

@@ -42,8 +42,7 @@ class NoiseSchedule:
     sigma_range: tuple[float, float]
 
     def sigmas(self, quantiles: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Timesteps in sigma_range for quantiles in (0, 1), float64 to float32. [B] -> [B] num_tokens: of one
-        sample."""
+        """Timesteps in sigma_range for quantiles in (0, 1), float64 to float32. [B] -> [B] num_tokens: of a sample."""
         factor = self.shift.factor(num_tokens)
 
         def quantile_of(sigma: float) -> float:
@@ -140,8 +139,7 @@ def noise_latents(
     times: torch.Tensor,
     given: Mapping[str, torch.Tensor] = {},
 ) -> NoisyLatents:
-    """What a sample is trained on: latents and noise, float32 [B, C, F, H, W], at times in 0..1. [B] given: conditions;
-    see HostModel.add_noise."""
+    """Latents and noise, float32 [B, C, F, H, W], at times in 0..1, [B], as the network is trained on them."""
     if family.host is not None:
         return NoisyLatents(*family.host.add_noise(latents, noise, times, given))
     assert NOISE_MASK not in given, "only ComfyUI's own models read a noise mask"
@@ -181,8 +179,7 @@ def predict(
     given: Mapping[str, torch.Tensor],
     guidance: float | None,
 ) -> torch.Tensor:
-    """What a model says of noisy latents, on its output's device. [B, C, F, H, W] given: text and conditions by
-    name."""
+    """What a model says of noisy latents, on its output's device. [B, C, F, H, W] given: text and conditions."""
     host = family.host
     if host is None:
         inputs = family.make_inputs(noisy, sigmas, given, guidance)
@@ -291,8 +288,7 @@ _FACTOR, _FACTOR_BEFORE = 5.0, 3.0  # of the last window, and of the one before 
 
 
 def describe_growth(losses: Sequence[float]) -> str:
-    """A warning where the mean over a window of steps, without its highest losses, has risen far above the lowest one
-    over two windows; else ""."""
+    """A warning where the mean of a window, less its highest, is far above the lowest one over two windows; else ""."""
     if len(losses) % _WINDOW or len(losses) < 3 * _WINDOW:
         return ""
     windows = [losses[start : start + _WINDOW] for start in range(0, len(losses), _WINDOW)]

@@ -190,8 +190,7 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) ->
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale the gradients down to a length of `limit`; returns their length, added up in the order of the parameters:
-    the same bits however devices share them."""
+    """Scale gradients down to a length of `limit`; returns theirs, of the same bits however devices share them."""
     given = [each for each in parameters if each.grad is not None]
     by_device: dict[torch.device, list[int]] = {}
     for index, each in enumerate(given):
@@ -225,8 +224,7 @@ Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and 
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> Packed:
-    """State of an optimizer for unpack_optimizer; torchao's 8-bit tensors are taken apart. Raises: ValueError for other
-    than tensors and plain values."""
+    """State of an optimizer for unpack_optimizer. Raises: ValueError for other than tensors and plain values."""
     entries = [
         (f"state.{index}.{name}", value, parameter.device)
         for index, parameter in enumerate(_parameters(optimizer))

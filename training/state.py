@@ -61,8 +61,7 @@ class TrainingState:
 
 
 def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
-    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns it. Raises: OSError naming the file; the
-    checkpoints that are there stay whole."""
+    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns it. Raises: OSError naming the file."""
     final = folder / f"step-{state.step:06d}"
     working = folder / f".{final.name}.{os.getpid()}.tmp"
     shutil.rmtree(working, ignore_errors=True)
