@@ -117,7 +117,7 @@ def is_slower(info: ClipInfo, fps: float | None) -> bool:
 
 
 def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
-    """The config's settings, else the model's. Raises: ValueError for lengths or a rate that the model does not take."""
+    """The config's settings, else the model's. Raises: ValueError for lengths or a rate that it does not take."""
     frames = sorted(set(config.frames or latent.frame_lengths))
     if not latent.is_video and frames != [1]:
         raise ValueError(f"data.frames is {frames}, but this model makes images only; leave it out")
