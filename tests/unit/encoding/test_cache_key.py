@@ -63,6 +63,10 @@ def test_every_field_of_the_spec_is_in_the_text_key():
     assert SPEC_CHANGES.keys() == names
     changed = [SPEC, *(dataclasses.replace(SPEC, **{name: new}) for name, new in SPEC_CHANGES.items())]
     assert len({text_key("a", each, **TEXT, quantize="int8") for each in changed}) == 1 + len(names)
+    turned = dataclasses.replace(SPEC, template_options={"other": [1, 2], "add_generation_prompt": False})
+    assert text_key("a", turned, **TEXT) == text_key("a", SPEC, **TEXT)
+    with pytest.raises(TypeError, match="plain values"):
+        text_key("a", dataclasses.replace(SPEC, template_options={"x": object()}), **TEXT)
 
 
 def test_caches_from_before_there_were_schemes_stay_valid():
@@ -92,11 +96,6 @@ def test_text_fingerprints_type_and_version_are_in_the_text_key(monkeypatch):
     monkeypatch.setattr(key_module, "TEXT_VERSION", 99)
     keys.add(text_key("a", SPEC, **TEXT))
     assert len(keys) == 7
-
-
-def test_the_order_in_which_options_were_written_does_not_matter():
-    turned = dataclasses.replace(SPEC, template_options={"other": [1, 2], "add_generation_prompt": False})
-    assert text_key("a", turned, **TEXT) == text_key("a", SPEC, **TEXT)
 
 
 def test_files_types_and_schemes_of_an_encoder_are_in_the_keys_of_its_captions(tmp_path):
@@ -204,11 +203,6 @@ def test_weights_that_hide_their_bytes_are_refused():
     for tensor in (torch.ones(2).as_subclass(Packed), torch.ones(2, device="meta")):
         with pytest.raises(ValueError, match="layer.weight is a .*whose bytes cannot be hashed"):
             tensors_fingerprint({"layer.weight": tensor})
-
-
-def test_what_has_no_plain_spelling_is_refused():
-    with pytest.raises(TypeError, match="plain values"):
-        text_key("a", dataclasses.replace(SPEC, template_options={"x": object()}), **TEXT)
 
 
 def _model_folder(folder):

@@ -20,15 +20,12 @@ def _states(*lengths: int) -> list[dict[str, torch.Tensor]]:
     return [{"states": torch.randn(length, 4) + 9, "pooled": torch.randn(8)} for length in lengths]
 
 
-def test_states_and_pooled_states_are_stacked() -> None:
+def test_states_and_pooled_states_of_one_length_are_stacked() -> None:
     entries = _states(2, 2)
     joined = join_texts(entries)
     assert joined.keys() == {"states", "pooled"}
     for name, states in joined.items():
         assert torch.equal(states, torch.stack([entry[name] for entry in entries]))
-
-
-def test_lengths_that_differ_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"states of one batch have lengths \[2, 3\].*--verify"):
         join_texts(_states(3, 2))
 
@@ -59,12 +56,8 @@ def test_a_noise_mask_is_given_in_the_size_of_the_latents_and_weighs_the_loss(tm
     error = torch.arange(3.0).view(1, 1, 3, 1, 1).expand(3, 4, 3, 2, 2)
     expected = ((0.5 * 1) + (1 + 4) + (0 + 1 + 4)) / (0.5 + 2 + 3)
     assert float(prediction_loss(error, torch.zeros_like(error), batch.mask)) == pytest.approx(expected)
-
-
-def test_without_a_noise_mask_nothing_is_given_and_nothing_weighed(tmp_path: Path) -> None:
-    cached = _cached(tmp_path, [{"samples": torch.randn(4, 3, 2, 2)}], [{"cond": torch.randn(5, 8)}])
-    batch = cached.load([0], [0])
-    assert batch.mask is None and not batch.conditions
+    plain = _cached(tmp_path / "plain", [{"samples": video}], [text]).load([0], [0])
+    assert plain.mask is None and not plain.conditions
 
 
 class _Counted(CacheStore):
