@@ -784,7 +784,7 @@ def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
         rivals["tensor_host"] = split(one, way="tensor")
         through_host = forecasts(one, shape)
     report = compare(rivals, Work(shape, cfg=cfg), "one_gpu")
-    pieces = {f"{size >> 20} MiB": staged_copies.StagedCopies(size) for size in (2**20, 2**22, 2**23, 2**25)}
+    pieces = {f"{size >> 20} MiB": staged_copies.SideStreams(None, size) for size in (2**20, 2**22, 2**23, 2**25)}
     report["host_gb_per_s_by_piece"] = {
         name: staged_copies.exchange_speed(*CARDS[:2], copies) / 1e9 for name, copies in pieces.items()
     }

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from devicebridge.parallel.devices import synchronize
-from devicebridge.parallel.staged_copies import exchange_speed
-from devicebridge.parallel.transfer import Arrivals, SideStreams
+from devicebridge.parallel.staged_copies import SideStreams, exchange_speed
+from devicebridge.parallel.transfer import Arrivals
 
 LINKS = (0.0, 39.0, 20.0, 10.0)  # GB/s each way at once; 0 is the real one
 _WATCHED = 8  # of so many long waits one is timed

@@ -1,9 +1,4 @@
-"""How a tensor gets to another device, and which device is the current one.
-
-torch's own copy between cards waits for all work of the target's current stream, which may be another forward's.
-`SideStreams` copies beside the kernels: the copy waits for the source's kernels so far, and the target waits for the
-copy when `settle` is called. Both tensors are recorded on the streams that use them.
-"""
+"""How a tensor gets to another device, and which device and streams are the current ones."""
 
 from __future__ import annotations
 
@@ -31,56 +26,9 @@ def is_everywhere(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.ndim == 0
 
 
-class SideStreams:
-    """A pair of streams for the copies from each card to each other one. To be kept from run to run: memory that was
-    freed on a stream is only handed out again on the same stream."""
-
-    def __init__(self) -> None:
-        self.pairs: dict[Pair, tuple[Any, Any]] = {}
-        # While a CUDA graph is recorded: what is copied, and copies. The allocator must not give their memory to
-        # others meanwhile, and has no events to wait for.
-        self.held: list[torch.Tensor] | None = None
-
-    def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
-        """A copy on device, which its current stream must not use before settle(arrivals). Devices without streams, and
-        copies from or to the host, take the ordinary way."""
-        return self.copies((tensor,), device, arrivals)[0]
-
-    def copies(self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals) -> list[torch.Tensor]:
-        """As copy, of tensors that are on one device: streams are chosen and waited for once."""
-        pair = tensors[0].device, device
-        module = module_with_streams(*pair)
-        if module is None:
-            return [copy_to(tensor, device) for tensor in tensors]
-        leaving, arriving = self.streams_of(pair, module)
-        with CurrentStreams(module, leaving, arriving) as (of_source, of_target):
-            leaving.wait_stream(of_source)
-            made = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        self.keep(tensors, made, leaving, of_target)
-        arrivals[pair] = arriving.record_event()
-        return made
-
-    def keep(
-        self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], leaving: Any, of_target: Any
-    ) -> None:
-        """Have the memory of both last as long as these streams use it."""
-        if self.held is not None:
-            self.held += (*tensors, *copies)
-            return
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.record_stream(leaving)
-            copy.record_stream(of_target)
-
-    def streams_of(self, pair: Pair, module: Any) -> tuple[Any, Any]:
-        """The stream that reads the source and the one that writes the target; made once."""
-        if pair not in self.pairs:
-            self.pairs[pair] = module.Stream(pair[0]), module.Stream(pair[1])
-        return self.pairs[pair]
-
-
 class CurrentStreams:
-    """Two cards' current streams while active, which gives those that were; for copies between these cards. torch's own
-    context, once for each stream, takes the host as long as the copy (docs/internals/experiments.md)."""
+    """Cards' current streams while active, which gives those that were. torch's own context, once for each stream,
+    takes the host as long as a copy (docs/internals/experiments.md)."""
 
     def __init__(self, module: Any, *streams: Any) -> None:
         self._module, self._streams = module, streams
@@ -124,7 +72,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 class Versioned:
-    """What is made inside has a version that says whether it was written to; in inference mode tensors have none."""
+    """What is made inside has a version that tells of writes into it; in inference mode tensors have none."""
 
     def __enter__(self) -> None:
         self._mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None

@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
-from ..transfer import SideStreams, Versioned, copy_to, current_device, is_everywhere, version_of
+from ..staged_copies import SideStreams
+from ..transfer import Versioned, copy_to, current_device, is_everywhere, version_of
 from .workers import ThreadPool
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices import CPU
-from ..transfer import CurrentStreams, SideStreams
+from ..staged_copies import SideStreams
+from ..transfer import CurrentStreams
 from .graphs import Addresses, Graphs, Run, Work
 
 _ONE_AT_A_TIME = threading.Lock()  # recordings of this process

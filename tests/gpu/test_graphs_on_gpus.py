@@ -29,7 +29,7 @@ from torch import nn
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers
 from devicebridge.parallel.local.graph_recorder import GraphRecorder
 from devicebridge.parallel.local.workers import ThreadPool
-from devicebridge.parallel.transfer import SideStreams
+from devicebridge.parallel.staged_copies import SideStreams
 
 cards = [torch.device("cuda", index) for index in range(2)]
 side, rows, width = SideStreams(), 512, 1024

@@ -11,8 +11,7 @@ from devicebridge.parallel.local.graph_recorder import graphs_on
 from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.token_graphs import Replays
 from devicebridge.parallel.local.tokens import TokenParallel
-from devicebridge.parallel.staged_copies import StagedCopies
-from devicebridge.parallel.transfer import SideStreams
+from devicebridge.parallel.staged_copies import SideStreams
 from devicebridge.tests.unit.parallel.test_graphs import where
 from devicebridge.tests.unit.parallel.test_tokens import HEADED
 from torch import nn
@@ -57,7 +56,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("exchange", ["full", "8-bit"])
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("copies", [SideStreams(), StagedCopies(2**18)])
+@pytest.mark.parametrize("copies", [SideStreams(), SideStreams(None, 2**18)])
 def test_copies_beside_the_kernels_give_the_bits_of_copies_that_are_waited_for(copies, groups, exchange) -> None:
     torch.manual_seed(0)
     model = Model().half().requires_grad_(False)
@@ -141,7 +140,7 @@ def replayed(model: nn.Module, streams: SideStreams, groups: int, exchange: Any)
 @pytest.mark.usefixtures("cards_wait")
 @pytest.mark.parametrize("exchange", ["full", "8-bit"])
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("copies", [SideStreams, functools.partial(StagedCopies, 2**18)])
+@pytest.mark.parametrize("copies", [SideStreams, functools.partial(SideStreams, None, 2**18)])
 def test_replayed_blocks_give_the_bits_of_launched_ones(copies, groups, exchange) -> None:
     """Over copies through host memory, too, which are in the graph. The first card has as many rows of two lengths."""
     torch.manual_seed(0)

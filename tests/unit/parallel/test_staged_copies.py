@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.parallel import staged_copies as staged_module
-from devicebridge.parallel.staged_copies import StagedCopies, copies_between
-from devicebridge.parallel.transfer import SideStreams, settle
+from devicebridge.parallel.staged_copies import SideStreams, copies_between
+from devicebridge.parallel.transfer import settle
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
 from devicebridge.tests.streams import SimulatedMachine, SimulatedStream, is_view
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +71,7 @@ def _product(rows: int = 16, device: torch.device = HOME) -> torch.Tensor:
 def test_what_arrives_has_the_bits_of_what_was_sent(machine, shape, dtype) -> None:
     with emulated_cards(2), machine.installed(), torch.inference_mode():
         tensor = torch.randint(-99, 99, shape).to(dtype).to(HOME)
-        copies, arrivals = StagedCopies(PIECE_BYTES), {}
+        copies, arrivals = SideStreams(None, PIECE_BYTES), {}
         for sent in (tensor, tensor.transpose(0, -1), tensor[..., :1]):
             found = copies.copy(sent, NEXT, arrivals)
             settle(arrivals)
@@ -83,7 +83,7 @@ def test_both_directions_of_the_host_are_in_use_at_once(machine) -> None:
     """Four pieces take the time of five: while one is written to the target, the next one is read."""
     with emulated_cards(2), machine.installed(), HostClock(machine) as clock:
         tensor, arrivals = _product(), {}
-        copies = StagedCopies(PIECE_BYTES)
+        copies = SideStreams(None, PIECE_BYTES)
         found = copies.copy(tensor, NEXT, arrivals)
         assert machine.default[NEXT].busy_until == 0.0  # nobody waits yet
         settle(arrivals)
@@ -100,7 +100,7 @@ def test_a_buffer_is_filled_again_only_when_the_target_has_read_it(machine) -> N
     """Where reading from the host is the slower direction."""
     with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s=3 * COPY_S) as clock:
         tensor, arrivals = _product(), {}
-        StagedCopies(PIECE_BYTES).copy(tensor, NEXT, arrivals)
+        SideStreams(None, PIECE_BYTES).copy(tensor, NEXT, arrivals)
         settle(arrivals)
         assert clock.races == 0 and machine.default[NEXT].busy_until == KERNEL_S + COPY_S + 4 * 3 * COPY_S
 
@@ -109,7 +109,7 @@ def test_a_buffer_is_filled_again_only_when_the_target_has_read_it(machine) -> N
 def test_messages_that_are_sent_at_once_both_ways_do_not_overwrite_each_other(machine, from_host_s) -> None:
     """As keys and values of four groups of heads: tensors of two sizes, computed with when their message is there."""
     with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s=from_host_s) as clock:
-        copies, under_way = StagedCopies(PIECE_BYTES), []
+        copies, under_way = SideStreams(None, PIECE_BYTES), []
         there, back = ([[_product(16, each), _product(3, each)] for _ in range(4)] for each in (HOME, NEXT))
         for home, away in zip(there, back, strict=True):
             for message, target in ((home, NEXT), (away, HOME)):
@@ -128,7 +128,7 @@ def test_messages_that_are_sent_at_once_both_ways_do_not_overwrite_each_other(ma
 
 def test_memory_is_recorded_where_it_is_used(machine) -> None:
     with emulated_cards(2), machine.installed():
-        tensor, copies = _product(), StagedCopies(PIECE_BYTES)
+        tensor, copies = _product(), SideStreams(None, PIECE_BYTES)
         found = copies.copy(tensor, NEXT, {})
         leaving, arriving = copies.pairs[HOME, NEXT]
         assert (leaving.device, arriving.device) == (HOME, NEXT)
@@ -138,7 +138,7 @@ def test_memory_is_recorded_where_it_is_used(machine) -> None:
 def test_devices_without_streams_copy_as_ever() -> None:
     with emulated_cards(2):
         tensor, arrivals = torch.ones(3).to(HOME), {}
-        assert torch.equal(on_cpu(StagedCopies().copy(tensor, NEXT, arrivals)), torch.ones(3)) and not arrivals
+        assert torch.equal(on_cpu(SideStreams(None).copy(tensor, NEXT, arrivals)), torch.ones(3)) and not arrivals
 
 
 @pytest.mark.parametrize("access", [True, False, None])
@@ -149,9 +149,7 @@ def test_only_pairs_that_are_known_to_have_no_access_go_through_the_host(monkeyp
     monkeypatch.setattr(
         staged_module, "has_peer_access", lambda *pair: access if pair == (cards[1], cards[2]) else True
     )
-    found = copies_between(cards)
-    assert type(found) is (StagedCopies if lacking else SideStreams) and type(copies_between(cards[:2])) is SideStreams
-    assert getattr(found, "_pairs", lacking) == lacking
+    assert copies_between(cards)._staged == lacking and not copies_between(cards[:2])._staged
 
 
 def test_pairs_with_access_copy_directly_beside_one_that_has_none(machine, monkeypatch) -> None:

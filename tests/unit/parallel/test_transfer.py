@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from devicebridge.parallel.transfer import CurrentStreams, SideStreams, Versioned, settle
+from devicebridge.parallel.staged_copies import SideStreams
+from devicebridge.parallel.transfer import CurrentStreams, Versioned, settle
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
 from devicebridge.tests.streams import Clock, SimulatedMachine
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.parallel import staged_copies as exchange_module
-from devicebridge.parallel.staged_copies import StagedCopies, exchange_speed, product_speed
+from devicebridge.parallel.staged_copies import SideStreams, exchange_speed, product_speed
 from devicebridge.planning import cards as cards_module
 from devicebridge.planning.cards import MachineSpeed, machine_speed, measure_machine
 from devicebridge.tests.emulated import CARDS, emulated_cards
@@ -126,14 +126,14 @@ def test_a_product_is_large_enough_to_take_a_while() -> None:
 
 
 def test_cards_are_measured_by_the_copies_that_their_blocks_make(monkeypatch) -> None:
-    class Counted(StagedCopies):
+    class Counted(SideStreams):
         number = 0
 
         def copy(self, *args: Any) -> torch.Tensor:
             self.number += 1
             return super().copy(*args)
 
-    copies, cpu = Counted(), torch.device("cpu")
+    copies, cpu = Counted(None), torch.device("cpu")
     monkeypatch.setattr(exchange_module, "copies_between", lambda devices: {(cpu, cpu): copies}[devices])
     exchange_speed(cpu, cpu)
     assert copies.number > 0
