@@ -1,13 +1,10 @@
-"""What computes the microbatches of a training step. Every parallel strategy for training is a Runner.
-
-The training loop knows nothing else of devices; training/objective.py alone asks for a TokenModel.
-"""
+"""What computes the microbatches of a training step. Every parallel strategy for training is a Runner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -17,23 +14,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[T]):
-    """One microbatch of a step.
+    """One microbatch of a step."""
 
-    Args:
-        prepare: work of the host alone, such as reading files; called in order, ahead of time.
-        forward: one forward through the model, given what prepare returned -> the loss, a scalar on the model's last
-            device, already divided by the number of microbatches.
-        is_alone: given what prepare returned, whether no other microbatch may compute while this one does. For the
-            first of its shape through compiled blocks: while torch compiles, it intercepts the modules of all threads.
-        name: of this microbatch among all of the run, for what is drawn while it computes.
-        is_new: whether blocks may have to be compiled for it.
-    """
-
-    prepare: Callable[[], T]
+    prepare: Callable[[], T]  # work of the host alone, such as reading files; called in order, ahead of time
+    # One forward -> the loss, a scalar on the model's last device, already divided by the number of microbatches.
     forward: Callable[[T], torch.Tensor]
+    # Whether no other one may compute meanwhile, as for the first of its shape through compiled blocks: while torch
+    # compiles, it intercepts the modules of all threads.
     is_alone: Callable[[T], bool] = lambda prepared: False
-    name: str = ""
-    is_new: Callable[[], bool] = lambda: False
+    name: str = ""  # among all of the run, for what is drawn while it computes
+    is_new: Callable[[], bool] = lambda: False  # whether blocks may have to be compiled for it
 
     def compute(self, prepared: T) -> torch.Tensor:
         """Forward and backward, given what prepare returned; the loss, detached."""
@@ -43,45 +33,29 @@ class MicroBatch(Generic[T]):
         return loss.detach()
 
 
-class Runner(Protocol):
-    """Computes the microbatches of a step."""
+class Runner:
+    """Computes the microbatches of a step; here of a single copy of the model."""
 
-    @property
-    def num_replicas(self) -> int:
-        """Copies of the model; those of the first so many microbatches of a step all differ."""
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether several processes compute every forward together, each with its share of the weights."""
-
-    def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
-        """Which copy of the model the microbatch of this index must go through, and the device of its inputs."""
-
-    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """Forward and backward of every microbatch, gradients added to the first copy's; the losses in order, detached.
-        Raises: the first exception of a microbatch. The step is lost then: drop the gradients."""
-
-    def sync(self) -> None:
-        """To be called whenever the first copy's trained values have changed."""
-
-
-class OneModel:
-    """What all runners of a single copy of the model have in common."""
-
-    num_replicas = 1
-    in_lockstep = False
+    num_replicas = 1  # copies of the model; those of the first so many microbatches of a step all differ
+    in_lockstep = False  # whether several processes compute every forward, each with its share of the weights
 
     def __init__(self, model: nn.Module, main_device: torch.device) -> None:
         self._replica = model, main_device
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
+        """Which copy of the model the microbatch of this index must go through, and the device of its inputs."""
         return self._replica
 
+    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """Forward and backward of every microbatch, gradients added to the first copy's; the losses in order, detached.
+        Raises: the first exception of a microbatch. The step is lost then: drop the gradients."""
+        raise NotImplementedError
+
     def sync(self) -> None:
-        """There is nothing to make equal."""
+        """To be called whenever the first copy's trained values have changed."""
 
 
-class PlainAccumulation(OneModel):
+class PlainAccumulation(Runner):
     """One microbatch after the other in the calling thread. Of a model split over devices, one computes at a time."""
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -43,9 +42,9 @@ def arrivals_noted(trace: list[tuple[int, torch.device]]) -> Iterator[None]:
     """Inside, (job, device) is added for each time a job of an Interleave arrives on a device or enters a block."""
     own = RoundRobin.pass_on
 
-    def pass_on(policy: RoundRobin, state: Any, device: torch.device) -> None:
-        own(policy, state, device)
-        trace.append((state.index, device))
+    def pass_on(policy: RoundRobin, job: int, device: torch.device) -> None:
+        own(policy, job, device)
+        trace.append((job, device))
 
     with mock.patch.object(RoundRobin, "pass_on", pass_on):
         yield

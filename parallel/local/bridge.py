@@ -1,11 +1,7 @@
-"""Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
+"""Brings what a block is called with to the device of the block (docs/decisions/0001-one-process-many-devices.md).
 
-A copy of a constant (modulation, rotary tables, text) is remembered while its source lives, until the forward ends,
-under the source's version and the grad mode. In inference mode tensors have no version, and whatever a block returns
-counts as new. Other people's code between and inside the blocks (not `runs_alone`) may change constants in place at any
-time: a copy then serves one call of a block, has a version, and what the block writes into it is written into its
-source. torch calls no hook for KeyboardInterrupt, so `end` restores what a block left behind. Hooks are not compiled:
-the compiler would keep a copy for all forwards. Reasons: docs/decisions/0001-one-process-many-devices.md.
+torch calls no hook for KeyboardInterrupt, so `end` restores what a block left behind. Hooks are not compiled: the
+compiler would keep a copy for all forwards.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
 from ..staged_copies import SideStreams
-from ..transfer import Versioned, copy_to, current_device, is_everywhere, version_of
+from ..transfer import Arrivals, Versioned, copy_to, current_device, is_everywhere, settle, version_of
 from .workers import ThreadPool
 
 T = TypeVar("T")
@@ -31,17 +27,21 @@ Transport = Literal["stream", "relay"]
 Place = torch.device | int  # where a copy is: a device, or the rank of one of several that may be the same
 
 
-class Traffic(Protocol):
+class Traffic:
     """Decides when each of several forwards may go on; the bridge asks wherever they cross."""
+
+    @property
+    def arrivals(self) -> Arrivals | None:
+        """Copies under way of this thread's forward; None if it is none of the several."""
+        raise NotImplementedError
 
     def arrive(self, device: torch.device) -> None:
         """Return when this thread's forward may compute on device, with its copies ready for use there."""
+        raise NotImplementedError
 
-    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy on device, for use after the next arrive or settle."""
-
-    def settle(self) -> None:
-        """Have current streams wait for this thread's copies."""
+    def crossed(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """What the target has of a tensor: this copy, which is in no graph."""
+        return copy
 
 
 class Bridge:
@@ -77,10 +77,11 @@ class Bridge:
         self.transport = transport
         self.passed_by = frozenset(passed_by)
         self.per_device = tuple(per_device)
-        self.runs_alone = True  # what changes no tensor in place that was copied
+        # Whether no other people's code, which may change constants in place at any time, runs between and inside the
+        # blocks. Else a copy serves one call of a block, and what the block writes into it is written into its source.
+        self.runs_alone = True
+        self.traffic: Traffic | None = None  # of interleaved runs
         self.entered: set[nn.Module] = set()  # what was called since it was made, of blocks and tail
-        # Of interleaved runs:
-        self.traffic: Traffic | None = None
         self.side_streams = SideStreams()
         self.pool = ThreadPool()
         self._hooks = HookSet()
@@ -168,7 +169,7 @@ class Bridge:
         """Value with every tensor on device: itself, this forward's earlier copy, or a new one."""
         moved = self.send(value, device)
         if self.traffic is not None:
-            self.traffic.settle()
+            settle(self.traffic.arrivals or {})
         return moved
 
     def send(self, value: T, device: torch.device) -> T:
@@ -202,8 +203,11 @@ class Bridge:
         return copy
 
     def _transfer(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        arrivals = None if self.traffic is None else self.traffic.arrivals
         with nullcontext() if self.runs_alone else Versioned():
-            return copy_to(tensor, device) if self.traffic is None else self.traffic.copy(tensor, device)
+            if self.traffic is None or arrivals is None:
+                return copy_to(tensor, device)
+            return self.traffic.crossed(tensor, self.side_streams.copy(tensor.detach(), device, arrivals))
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
         try:
@@ -286,7 +290,8 @@ class _Call(NamedTuple):
 
 
 class Copies:
-    """The copies made for one forward; each is kept while its source lives."""
+    """The copies made for one forward of constants (modulation, rotary tables, text); each is kept while its source
+    lives, under the source's version, which tensors in inference mode lack, and the grad mode."""
 
     def __init__(self) -> None:
         # By tensor: the version that it had, and its copies by place and grad mode.

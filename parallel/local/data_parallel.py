@@ -1,8 +1,7 @@
 """Data parallel in one process: every device holds a copy of the whole model, and the microbatches are distributed.
 
-Behind a step the first replica's device (the main device) adds up gradients in the order of devices, clips, and steps
-the only optimizer; sync() copies the trained values to the others. Against one device gradients differ by the order of
-summation, and dropout draws other masks. Reasons: docs/decisions/0010-replicas.md.
+Behind a step the first replica's device adds up gradients in the order of devices. Against one device they differ by
+the order of summation, and dropout draws other masks. Reasons: docs/decisions/0010-replicas.md.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from ..devices import CPU
-from ..runner import MicroBatch
+from ..runner import MicroBatch, Runner
 from ..transfer import current_device
 from .schedule import Prefetch, StageOrder, Work
 from .workers import Coordinator, ThreadPool
@@ -33,11 +32,9 @@ class Replica:
     parameters: tuple[nn.Parameter, ...]
 
 
-class DataParallel:
+class DataParallel(Runner):
     """Trains copies of a model on several devices; the first has the optimizer, and is what the outside knows. Raises:
     ValueError for two on one device, or one on the CPU, whose random numbers all threads share."""
-
-    in_lockstep = False
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         devices = [replica.device for replica in replicas]
@@ -47,16 +44,9 @@ class DataParallel:
             )
         described = [[(p.shape, p.dtype) for p in replica.parameters] for replica in replicas]
         assert all(each == described[0] for each in described) and len({dtype for _, dtype in described[0]}) == 1
-        self._replicas, self._pool = tuple(replicas), ThreadPool()
+        self._replicas, self._pool, self.devices = tuple(replicas), ThreadPool(), tuple(devices)
+        self.num_replicas = len(devices)
         self.sync()
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        return tuple(replica.device for replica in self._replicas)
-
-    @property
-    def num_replicas(self) -> int:
-        return len(self._replicas)
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
         replica = self._replicas[index % len(self._replicas)]
@@ -111,12 +101,12 @@ class DataParallel:
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        main_device, *others = self._replicas
+        first, *others = self._replicas
         for replica in others:
             gradients = {index: each.grad for index, each in enumerate(replica.parameters) if each.grad is not None}
             if gradients:
-                flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).to(main_device.device)
-                for parameter, part in _parts(flat, [main_device.parameters[index] for index in gradients]):
+                flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).to(first.device)
+                for parameter, part in _parts(flat, [first.parameters[index] for index in gradients]):
                     parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
 
 

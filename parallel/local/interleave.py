@@ -1,35 +1,29 @@
-"""Several forwards in flight at once: over one split model, or a whole one on each card. Inference only.
-
-While one computes on the second card of a split model, the next is on the first. Every forward (a job) has a worker.
-One token goes round and only its holder runs, so patches and wrappers never meet each other. It is handed on at every
-block, to the next job in order that can run; at borders only, a card's full launch queue would keep the host from
-feeding the others. A job that waits for a device holds none, so there is no deadlock.
-"""
+"""Several forwards in flight at once: over one split model, or a whole one on each card. Inference only."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from ..transfer import Arrivals, copy_to, settle
-from .bridge import Bridge
+from ..transfer import Arrivals, settle
+from .bridge import Bridge, Traffic
 from .tokens import HERE
 from .workers import Coordinator, ThreadPool
 
 T = TypeVar("T")
 
 
-class Interleave:
-    """Runs forwards through a bridged model interleaved; one run at a time per bridge."""
+class Interleave(Traffic):
+    """Runs forwards through a bridged model interleaved; one run at a time per bridge. While one computes on the second
+    card, the next is on the first."""
 
     def __init__(self, bridge: Bridge) -> None:
-        self.bridge, self._local = bridge, _Local()
+        self.bridge, self._here = bridge, _Here()
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
@@ -38,97 +32,83 @@ class Interleave:
             if len(jobs) < 2:
                 return [job() for job in jobs]
             run = Coordinator(self.bridge.pool, self.bridge.devices)
-            states = [_JobState(index, self.bridge.main_device) for index in range(len(jobs))]
-            policy = RoundRobin(run, states)
+            policy = RoundRobin(run, len(jobs), self.bridge.main_device)
             results: dict[int, T] = {}
 
-            def work(state: _JobState, job: Callable[[], T]) -> None:
-                self._local.state, self._local.policy = state, policy
+            def work(index: int, job: Callable[[], T]) -> None:
+                self._here.arrivals, self._here.pass_on = {}, partial(policy.pass_on, index)
                 try:
-                    policy.begin(state)
-                    results[state.index] = job()
+                    policy.begin(index)
+                    results[index] = job()
                 finally:
                     self.bridge.end()  # whatever the job left
-                    self._local.state = self._local.policy = None
+                    self._here.arrivals = None
 
-            run.run([partial(work, state, job) for state, job in zip(states, jobs, strict=True)], policy.leave)
+            run.run([partial(work, *each) for each in enumerate(jobs)], policy.leave)
             return [results[index] for index in range(len(jobs))]
 
-    # ---- what the bridge asks where a forward crosses
+    @property
+    def arrivals(self) -> Arrivals | None:
+        return self._here.arrivals
 
     def arrive(self, device: torch.device) -> None:
         """Let the other jobs go on, hold device, and have its current stream wait for what was copied to it. For a
         thread that is no job's this is a no-op. Raises: Stopped if the run is to end."""
-        state, policy = self._local.state, self._local.policy
-        if state is None or policy is None:
-            return
-        policy.pass_on(state, device)
-        settle(state.arrivals)
-
-    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy on device which its current stream must not use before the next arrive or settle."""
-        if self._local.state is None:
-            return copy_to(tensor, device)
-        return self.bridge.side_streams.copy(tensor, device, self._local.state.arrivals)
-
-    def settle(self) -> None:
-        if self._local.state is not None:
-            settle(self._local.state.arrivals)
+        if self._here.arrivals is not None:
+            self._here.pass_on(device)
+            settle(self._here.arrivals)
 
 
-@dataclass(eq=False)
-class _JobState:
-    index: int
-    device: torch.device | None
-    arrivals: Arrivals = field(default_factory=dict)
-
-
-class _Local(threading.local):
-    state: _JobState | None = None
-    policy: RoundRobin | None = None
+class _Here(threading.local):
+    arrivals: Arrivals | None = None  # of the thread's job
+    pass_on: Callable[[torch.device], None]
 
 
 class RoundRobin:
-    """Who runs, and who holds which device."""
+    """Who of several jobs, each with a worker, runs, and who holds which device. One token goes round and only its
+    holder runs, so patches and wrappers never meet each other. It is handed on at every block, to the next job in order
+    that can run; at borders only, a card's full launch queue would keep the host from feeding the others. A job that
+    waits for a device holds none, so there is no deadlock."""
 
-    def __init__(self, run: Coordinator, states: Sequence[_JobState]) -> None:
-        self._run = run
-        self._states = states
-        self._holder: _JobState | None = states[0]
+    def __init__(self, run: Coordinator, num_jobs: int, device: torch.device) -> None:
+        self._run, self._holder = run, 0
+        self._places: list[torch.device | None] = [device] * num_jobs
         # The first in a device's queue holds the device.
-        self._queues: defaultdict[torch.device | None, deque[_JobState]] = defaultdict(deque)
-        for state in states:
-            self._queues[state.device].append(state)
+        self._queues: defaultdict[torch.device | None, deque[int]] = defaultdict(
+            deque, {device: deque(range(num_jobs))}
+        )
 
-    def begin(self, state: _JobState) -> None:
+    def begin(self, job: int) -> None:
         """Wait for the token the first time. Raises: Stopped if the run is to end, then possibly without it."""
-        with self._run.when(lambda: self._holder is state):
+        with self._run.when(lambda: self._holder == job):
             pass
 
-    def pass_on(self, state: _JobState, device: torch.device) -> None:
+    def pass_on(self, job: int, device: torch.device) -> None:
         """Let go of another device, hand the token on, and return with it and with device held. Raises: Stopped, with
         the token, if the run is to end."""
         with self._run.when():
-            if state.device != device:
-                self._queues[state.device].remove(state)
-                state.device = device
-                self._queues[device].append(state)
-            self._hand_on(state)
-            self._run.wait(lambda: self._holder is state)
+            if self._places[job] != device:
+                self._move(job, device)
+            self._hand_on(job)
+            self._run.wait(lambda: self._holder == job)
 
-    def leave(self, index: int) -> None:
-        state = self._states[index]
+    def leave(self, job: int) -> None:
         with self._run.changing():
-            self._queues[state.device].remove(state)
-            state.device = None
-            if self._holder is state:
-                self._hand_on(state)
+            self._move(job, None)
+            if self._holder == job:
+                self._hand_on(job)
 
-    def _hand_on(self, state: _JobState) -> None:
+    def _move(self, job: int, device: torch.device | None) -> None:
+        self._queues[self._places[job]].remove(job)
+        self._places[job] = device
+        self._queues[device].append(job)
+
+    def _hand_on(self, job: int) -> None:
         """To the first job after this one that holds its device, this one being the last to be asked."""
-        in_order = (*self._states[state.index + 1 :], *self._states[: state.index + 1])
-        ready = (each for each in in_order if each.device is not None and self._queues[each.device][0] is each)
-        self._holder = next(ready, None)
+        count = len(self._places)
+        in_order = (each % count for each in range(job + 1, job + 1 + count))
+        ready = (each for each in in_order if (place := self._places[each]) and self._queues[place][0] == each)
+        self._holder = next(ready, -1)
 
 
 class Wholes:

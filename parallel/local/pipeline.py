@@ -1,10 +1,8 @@
 """All cards of a split model train at once: microbatches follow each other through the stages, forwards and backwards.
 
-A stage is the run of blocks on one device; the first has the model's front as well, the last its tail and the loss.
-Each follows an order of its own (schedule.py). A stage's graph ends at its border. What crosses and needs a gradient
-arrives as the copy of a detached tensor, and a scalar stands where it left. After the stage's backward the gradients of
-the copies go back, and a backward of the scalars hands them out. Random numbers are drawn, and gradients summed, in the
-order of plain accumulation. Reasons: docs/decisions/0007-pipelined-training.md.
+A stage's graph ends at its border: what crosses and needs a gradient arrives as the copy of a detached tensor, and a
+scalar stands where it left. Random numbers are drawn, and gradients summed, in the order of plain accumulation.
+Reasons: docs/decisions/0007-pipelined-training.md.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..offload.recompute import HandOut
-from ..runner import MicroBatch, OneModel
-from ..transfer import Arrivals, copy_to, current_device, settle
-from .bridge import Bridge
+from ..runner import MicroBatch, Runner
+from ..transfer import Arrivals, current_device, settle
+from .bridge import Bridge, Traffic
 from .schedule import Prefetch, StageOrder, Work, num_held, plan_order
 from .workers import Coordinator
 
 
-class Pipeline(OneModel):
+class Pipeline(Runner, Traffic):
     """Trains a bridged model, whose tail is on its last device, with several microbatches in flight."""
 
     def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1) -> None:
@@ -102,7 +100,10 @@ class Pipeline(OneModel):
             flight.borders = [border for border in flight.borders if border.stage != stage]
             flight.order.finish(stage)
 
-    # ---- what the bridge asks where a forward crosses
+    @property
+    def arrivals(self) -> Arrivals | None:
+        flight = self._local.flight
+        return None if flight is None or flight.stage is None else flight.arrivals
 
     def arrive(self, device: torch.device) -> None:
         """Go on to the device's stage when its order says so; a no-op outside a worker's forward."""
@@ -120,25 +121,16 @@ class Pipeline(OneModel):
             flight.go_to(stage)
         settle(flight.arrivals, device)  # another device is with another worker, which need not wait for ours
 
-    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy on device which its current stream must not use before the next arrive or settle. Where tensor needs a
-        gradient the graph ends here, and the copy begins another."""
-        flight = self._local.flight
-        if flight is None or flight.stage is None:
-            return copy_to(tensor, device)
-        copy = self.bridge.side_streams.copy(tensor.detach(), device, flight.arrivals)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            gradients: list[torch.Tensor] = []
-            start = HandOut.apply(gradients, tensor)
-            border = _Border(self._stage_of[tensor.device], start, self._stage_of[device], gradients)
-            flight.borders.append(border)
-            return _Arrival.apply(torch.empty(0, device=device, requires_grad=True), border, copy)
-        return copy
-
-    def settle(self) -> None:
-        flight = self._local.flight
-        if flight is not None and flight.stage is not None:
-            settle(flight.arrivals)
+    def crossed(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """The copy; where tensor needs a gradient the graph ends here, and the copy begins another."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return copy
+        gradients: list[torch.Tensor] = []
+        start = HandOut.apply(gradients, tensor)
+        border = _Border(self._stage_of[tensor.device], start, self._stage_of[copy.device], gradients)
+        assert self._local.flight is not None, "it has arrivals"
+        self._local.flight.borders.append(border)
+        return _Arrival.apply(torch.empty(0, device=copy.device, requires_grad=True), border, copy)
 
 
 @dataclass(eq=False)

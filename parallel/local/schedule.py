@@ -1,9 +1,4 @@
-"""Which microbatch a stage works on when: the plans, and the policies that make workers keep to them.
-
-A pipeline is 1f1b (PipeDream-Flush in Megatron-LM, arXiv 2104.04473): a stage takes as many forwards as it may hold,
-then backwards and forwards alternately, then the remaining backwards, in the order of microbatches. The last stage
-holds one, stage k of n holds n - k, or `ahead` more, which fills the gaps that uneven stages leave.
-"""
+"""Which microbatch a stage works on when: the plans, and the policies that make workers keep to them."""
 
 from __future__ import annotations
 
@@ -24,14 +19,16 @@ class Work:
 
 
 def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int]:
-    """How many microbatches each stage holds at once, between F and B; `ahead`: all but the last. [num_stages]"""
+    """How many microbatches each stage holds between forward and backward. Args: ahead: what all but the last hold
+    besides, which fills the gaps that uneven stages leave. [num_stages]"""
     last = num_stages - 1
     held = [num_stages - stage + (ahead if stage < last else 0) for stage in range(num_stages)]
     return [min(count, num_microbatches) for count in held]
 
 
 def plan_order(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[list[Work]]:
-    """Every stage's order in a pipeline. [num_stages][2 * num_microbatches]"""
+    """Every stage's order in a pipeline of 1f1b (PipeDream-Flush in Megatron-LM, arXiv 2104.04473): as many forwards as
+    it may hold, then backwards and forwards alternately, then backwards. [num_stages][2 * num_microbatches]"""
     orders = []
     for held in num_held(num_stages, num_microbatches, ahead):
         order = [Work(False, index) for index in range(held)]

@@ -1,7 +1,5 @@
 """Training with copies of a model on several devices, which share out the rows (tokens) of each microbatch (tokens.py).
-
-Every device runs the whole forward, loss and backward of a microbatch through its copy, whose blocks exchange keys and
-values. Reasons: docs/decisions/0062-training-by-tokens.md.
+Every device runs forward, loss and backward through its copy. Reasons: docs/decisions/0062-training-by-tokens.md.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class TokenModel(nn.Module):
         self._compared: dict[int, set[Hashable]] = {rank: set() for rank in range(len(copies))}
         self._side_streams = copies_between(devices)
         self._pool = ThreadPool()
-        self._local = _Local()
+        self._here = threading.local()  # rank, of a thread that is one's
         self._group: Collective | None = None
 
     def through(
@@ -62,7 +60,7 @@ class TokenModel(nn.Module):
         """What call(copy, device) returns on the main device, computed by all; inside `together` on this device alone.
         A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts. Raises:
         RowsError where derived rows have another result than one device."""
-        rank = self._local.rank
+        rank = getattr(self._here, "rank", None)
         if rank is None:
             return self.together(lambda: self.through(call, is_one_frame=is_one_frame, size=size))[0]
         if self._is_derived and size not in self._compared[rank]:
@@ -108,12 +106,12 @@ class TokenModel(nn.Module):
         exception of a thread, and the others end."""
 
         def carry(rank: int) -> T:
-            self._local.rank = rank
+            self._here.rank = rank
             try:
                 with current_device(self.devices[rank]):  # for kernels that go by it
                     return work()
             finally:
-                self._local.rank = None
+                self._here.rank = None
 
         workers = ForwardWorkers(self._pool, self.devices, self._send)
         self._group = workers.collective
@@ -131,11 +129,9 @@ class TokenModel(nn.Module):
 class TokenTraining(DataParallel):
     """Trains copies of a model that share out the rows of each microbatch, which each have a part of the gradients."""
 
-    num_replicas = 1
-
     def __init__(self, model: TokenModel, replicas: Sequence[Replica]) -> None:
         super().__init__(replicas)
-        self.model = model
+        self.model, self.num_replicas = model, 1
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
         return self.model, self.devices[0]
@@ -150,7 +146,3 @@ class TokenTraining(DataParallel):
                 losses.append(self.model.together(partial(microbatch.compute, given))[0])
                 del given
         return losses
-
-
-class _Local(threading.local):
-    rank: int | None = None  # of the device whose thread this is

@@ -1,8 +1,7 @@
 """Data parallel between processes: each rank computes its share of a step's microbatches, gradients are added up once.
 
-Rank r of n has microbatches r, r + n, r + 2n, ... and passes them on to a runner of its own. Gradients and losses of
-all ranks go through one flat all-reduce, so LoRAs stay equal bit for bit. What is drawn on a device (dropout) has a
-stream of its own for every microbatch. Between runs all ranks have the same stream, for optimizers that draw.
+Gradients and losses of all ranks go through one flat all-reduce, so LoRAs stay equal bit for bit. What is drawn on a
+device (dropout) has its own stream for every microbatch; between runs all have the same, for optimizers that draw.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from ..runner import MicroBatch, PlainAccumulation, Runner
 from .group import Ranks
 
 
-class AcrossRanks:
-    """See Runner. Ranks may have to compute equally many microbatches (in_lockstep, FSDP). Attributes: rank_losses: of
+class AcrossRanks(Runner):
+    """Ranks may have to compute equally many microbatches (in_lockstep, FSDP). Attributes: rank_losses: of
     the last run, the mean loss of each rank's microbatches, by rank."""
 
     def __init__(
         self, inner: Runner, parameters: Sequence[nn.Parameter], ranks: Ranks, seed: int, *, in_lockstep: bool
     ) -> None:
         self._inner, self._parameters, self._ranks, self._seed = inner, tuple(parameters), ranks, seed
-        self.in_lockstep = in_lockstep
+        self.in_lockstep, self.num_replicas = in_lockstep, inner.num_replicas * ranks.count
         self.rank_losses: list[float] = []
         self._has_own_streams = isinstance(inner, PlainAccumulation)  # elsewhere microbatches mix on a device
-
-    @property
-    def num_replicas(self) -> int:
-        return self._inner.num_replicas * self._ranks.count
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
         return self._inner.replica_for(index // self._ranks.count)

@@ -123,6 +123,8 @@ def test_a_forward_beyond_the_range_on_another_rank_is_this_ones_too(monkeypatch
     other = torch.tensor([0.0, 1.0, 0.0, math.inf])  # a gradient, that it is there, and two losses, of the other's
 
     class Inner:
+        num_replicas = 1
+
         def run(self, microbatches: Any) -> list[torch.Tensor]:
             return [each.forward(None) for each in microbatches]
 

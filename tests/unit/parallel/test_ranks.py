@@ -151,6 +151,8 @@ def test_to_connect_and_to_leave_has_half_an_hour(limits, monkeypatch):
 @pytest.mark.parametrize("news", [(False, False), (True, False), (False, True)])
 def test_a_step_with_a_size_that_is_new_to_any_rank_has_half_an_hour_on_all(news, limits):
     class Inner:
+        num_replicas = 1
+
         def run(self, microbatches):
             limits["step"] = limits["now"]
             return [torch.zeros(())]
