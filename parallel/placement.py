@@ -1,8 +1,4 @@
-"""Which block lives on which device: pure arithmetic, no GPU and no weights needed.
-
-Each device holds one consecutive run of blocks, so activations cross a border at most num_devices - 1 times per
-forward. The first is the main device: it also holds the embedders and the tail.
-"""
+"""Which block lives on which device: pure arithmetic, no GPU and no weights needed."""
 
 from __future__ import annotations
 
@@ -167,11 +163,9 @@ def plan_placement(
     """Cut the blocks into consecutive runs, one per device, so that the most loaded device has the least to carry.
 
     Args:
-        blocks: fqns in execution order. [num_blocks]
-        devices: in execution order, the main device first. Each gets at least one block while there are enough.
+        blocks, devices: in execution order. Each device gets at least one block while there are enough.
         block_cost: what is balanced, bytes or FLOPs per block. main_cost: what the main device carries besides.
         block_bytes, main_bytes: weights, checked against the budget; the cost is taken for bytes if left out.
-        budget_bytes: bytes of weights each device may hold; None or absent is unlimited.
         capacity: how much each device can carry, in any unit; loads are compared relative to it. () is all alike.
     Raises: ValueError if no cut fits the budgets; it names need and limit in GB.
     """

@@ -116,12 +116,12 @@ def is_made_here(value: Any) -> bool:
 
 
 @functools.cache
-def surrounded(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class, called through what its object holds under _AROUND."""
+def surrounded(cls: type[nn.Module], key: str = _AROUND) -> type[nn.Module]:
+    """The class, called through what its object holds under the key."""
 
     class Surrounded(cls):  # type: ignore[valid-type,misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__[_AROUND](super().__call__, args, kwargs)
+            return self.__dict__[key](super().__call__, args, kwargs)
 
     Surrounded.__name__, Surrounded.__qualname__ = cls.__name__, cls.__qualname__
     Surrounded.__module__ = cls.__module__

@@ -1,9 +1,4 @@
-"""One model over several devices: every block computes where its weights are.
-
-Gradient checkpointing has to go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
-device, whose random state is put back for the recomputation. torch's own looks for devices among the arguments. Before
-the first block of a device these are elsewhere, so dropout would be drawn anew and the gradient silently wrong.
-"""
+"""One model over several devices: every block computes where its weights are."""
 
 from __future__ import annotations
 
@@ -76,8 +71,9 @@ class BlockSplit:
         self.stop_offload()
 
     def checkpoint(self, block: nn.Module | BlockCall, *args: Any) -> Any:
-        """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing. The block is one
-        of the placement's, args are its positional arguments on any device."""
+        """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing. torch's own looks
+        for devices among the arguments. Before the first block of a device these are elsewhere, so dropout would be
+        drawn anew and the gradient silently wrong."""
         module = module_of(block)
         device = self.bridge.blocks[module]
         moved = self.bridge.bring(args, device) if self._hooks else args
@@ -95,9 +91,7 @@ class BlockSplit:
 
     def keep_activations(self, num_blocks: Sequence[int]) -> None:
         """Let checkpoint recompute all but the last blocks of each device, whose memory its backward frees first.
-
-        num_blocks: one per device, in order, as check_kept_blocks allows; () keeps none. [num_devices]
-        """
+        num_blocks: as check_kept_blocks allows; () keeps none. [num_devices]"""
         kept: list[str] = []
         for device, count in zip(self.bridge.devices, num_blocks, strict=bool(num_blocks)):
             names = [name for name, place in self.placement.items() if place == device]

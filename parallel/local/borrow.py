@@ -1,8 +1,4 @@
-"""What other people's code borrows on another device, and a ControlNet's residuals, which blocks take one by one.
-
-Such a function may write into the tensors it is given, take entries out of a dict, and return what it was given.
-`settle` shows all of that on the tensors and containers of the caller.
-"""
+"""What other people's code borrows on another device, and a ControlNet's residuals, which blocks take one by one."""
 
 from __future__ import annotations
 
@@ -17,14 +13,10 @@ from .tokens import Rows, RowsError
 
 
 class Borrowed:
-    """A value on another device. A write into one of two views does not show in the other before it is settled.
-
-    Args:
-        value: tuples, lists and dicts of tensors; other objects are entered as map_tensors does.
-        device: where its tensors are wanted; those that are there already are the caller's own.
-        is_passed: tells dicts that must be handed over as the same object.
-        passed_by: keys of dicts whose values must be.
-    """
+    """A value on another device, for a function that may write into its tensors, take entries out of a dict, and return
+    what it was given. A write into one of two views does not show in the other before it is settled. Args: value:
+    tuples, lists and dicts of tensors; other objects are entered as map_tensors does. is_passed: tells dicts that must
+    be handed over as the same object. passed_by: keys of dicts whose values must be."""
 
     def __init__(
         self,

@@ -1,8 +1,5 @@
-"""Collectives between threads of one process, a thread per device, and where blocks that are divided call them.
-
-After Megatron-LM (https://arxiv.org/abs/1909.08053). A linear and its LoRA count as one: partial sums are added up
-behind both. Only the gathering of rows has a backward. Where links are slow, partial sums may travel in 8 bits
-(`encode`). Every rank then adds the same decoded numbers, its own among them, so that all still have the same bits.
+"""Collectives between threads of one process, a thread per device, and where blocks that are divided call them, after
+Megatron-LM (https://arxiv.org/abs/1909.08053). A linear and its LoRA count as one: sums are added up behind both.
 """
 
 from __future__ import annotations
@@ -36,14 +33,10 @@ _SHORTEST_ROW = 16  # the scale of a shorter one, 4 bytes, would be most of what
 
 
 def encode(tensor: torch.Tensor, run: int | None = None, mean_along: int | None = None) -> list[torch.Tensor]:
-    """A tensor in 8 bits: what `decode` takes. A number is off by at most 1/254 of the largest one that has its scale.
-
-    Args:
-        tensor: [..., width].
-        run: numbers of a row that share a scale. None takes 128, or the whole row where these do not divide it.
-        mean_along: a dimension along which channels keep a mean, which travels apart. Keys have such means.
-    Returns: int8 [..., width] and float32 [..., width / run]; with mean_along also means, of length 1 there.
-    """
+    """A tensor [..., width] in 8 bits: what `decode` takes. A number is off by at most 1/254 of the largest one that
+    has its scale. Args: run: numbers of a row that share a scale; None takes 128, or the whole row where these do not
+    divide it. mean_along: a dimension along which channels, as of keys, have a mean, which travels apart. Returns: int8
+    [..., width] and float32 [..., width / run]; with mean_along also means, of length 1 there."""
     width, means = tensor.shape[-1], []
     if mean_along is not None:
         means = [tensor.mean(mean_along, keepdim=True)]
@@ -60,9 +53,8 @@ def encode(tensor: torch.Tensor, run: int | None = None, mean_along: int | None 
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, means: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """What encode was given, nearly, with `means`, or what else there is, added. The same codes give the same bits on
-    every device of one kind.
-    """
+    """What encode was given, nearly, with `means`, or what else there is, added; the same bits on every device of one
+    kind."""
     num_runs = scales.shape[-1]
     runs, made = codes.unflatten(-1, (num_runs, -1)), torch.empty(codes.shape, dtype=dtype, device=codes.device)
     out = made.unflatten(-1, (num_runs, -1))
@@ -74,14 +66,9 @@ def decode(
 
 
 class Collective:
-    """A group of ranks, each a thread, that call the same collectives in the same order.
-
-    A rank that fails calls `abort`, which ends every collective of the group. Collectives belong to rounds, such as the
-    calls of a block: a rank that finished one is at a different place for ranks that still wait in it.
-
-    Args:
-        exchange: how the parts of all-reduces travel, and keys and values (heads.py).
-    """
+    """A group of ranks, each a thread, that call the same collectives in the same order. Collectives belong to rounds,
+    such as the calls of a block: a rank that finished one is at a different place for ranks that still wait in it.
+    Args: exchange: how the parts of all-reduces travel, and keys and values (heads.py)."""
 
     def __init__(self, size: int, send: Send, exchange: Exchange = "full") -> None:
         self.size, self.exchange = size, exchange
@@ -125,7 +112,7 @@ class Collective:
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, of one shape, in the order of ranks: the same bits on all, in every run.
-        In 8 bits the decoded parts are added in float32. Raises: as all_gather."""
+        In 8 bits the decoded parts are added in float32, each rank's own among them. Raises: as all_gather."""
         is_short = self.exchange == "8-bit" and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
         if not (is_short and tensor.is_floating_point()):
             return _sum(self.all_gather(rank, name, tensor))
@@ -136,14 +123,6 @@ class Collective:
             total = decode(codes, scales, total, tensor.dtype if number == self.size else torch.float32)
         assert total is not None
         return total
-
-    def reduce_scatter(self, rank: int, name: str, parts: Tensors) -> torch.Tensor:
-        """The sum of what all ranks have for this one, in the order of ranks. parts: what this rank has for each.
-        Raises: as all_gather."""
-        for to, part in enumerate(parts):
-            if to != rank:
-                self.post(rank, name, (part,), to)
-        return _sum([found[0] for found in self.take(rank, name, (parts[rank],))])
 
     def finish(self, rank: int) -> None:
         """This rank has ended its round; waits for nobody."""
@@ -252,7 +231,7 @@ def _correct_norm(
 
 
 # ---- rows of all ranks gathered on each, with a backward: the gradient of a row returns to the rank that has it, which
-# adds up what it is given in the order of ranks. The loss of the first rank counts alone (`CountedOnce`).
+# adds up what it is given in the order of ranks. The loss of the first rank counts alone (`uncounted`).
 
 
 @functools.cache
@@ -268,8 +247,7 @@ def ends_of(number: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Layout:
     """Where ranks have their rows in a tensor of all rows: by segment of the axis, the rows of every rank (counts), and
-    whether the tensor has this rank's rows of it alone (own).
-    """
+    whether the tensor has this rank's rows of it alone (own)."""
 
     rank: int
     dim: int
@@ -293,20 +271,19 @@ class Layout:
             for rank, count in [(self.rank, counts[self.rank])] if is_own else enumerate(counts):
                 (kept if is_own else for_rank[rank]).append(grad.narrow(self.dim, start, count))
                 start += count
-        total = group.reduce_scatter(self.rank, name, [torch.cat(each, self.dim) for each in for_rank])
+        parts = [torch.cat(each, self.dim) for each in for_rank]
+        for to, part in enumerate(parts):
+            if to != self.rank:
+                group.post(self.rank, name, (part,), to)
+        total = _sum([found[0] for found in group.take(self.rank, name, (parts[self.rank],))])
         shared = [each[self.rank] for each, is_own in zip(self.counts, self.own, strict=True) if not is_own]
         of_own, of_all = iter(kept), iter(total.split(shared, self.dim))
         return torch.cat([next(of_own if is_own else of_all) for is_own in self.own], self.dim)
 
 
-def all_rows(tensor: torch.Tensor, layout: Layout, group: Collective, name: str) -> torch.Tensor:
-    """The rows of all ranks, of this rank's tensor; with a backward where autograd records. name: as of all_gather."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return _AllRows.apply(tensor, layout, group, name)  # type: ignore[no-any-return]
-    return layout.joined(group.all_gather(layout.rank, name, tensor.contiguous()))
+class AllRows(torch.autograd.Function):
+    """The rows of all ranks, of this rank's tensor. name: as of all_gather."""
 
-
-class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, layout: Layout, group: Collective, name: str) -> torch.Tensor:
         ctx.place = layout, group, name  # the backward runs in a thread of autograd's
@@ -319,14 +296,9 @@ class _AllRows(torch.autograd.Function):
         return layout.returned(grad, group, f"{name}, backward"), None, None, None
 
 
-class CountedOnce(torch.autograd.Function):
+def uncounted(output: torch.Tensor) -> torch.Tensor:
     """A result that all ranks have, on a rank whose loss does not count."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(grad)
+    made = output.view_as(output)
+    if made.requires_grad:
+        made.register_hook(torch.zeros_like)
+    return made

@@ -1,24 +1,19 @@
 """Work of several cards, such as a block that each computes a part of, replayed as one CUDA graph for all cards.
 
-Where kernels are short the cards wait for the host. A call is recorded when it has come several times with inputs of
-the same shapes, and the cards waited. From then on what a card is given is copied to where the graph reads it, one
-launch replays the call, and its outputs are copied before anybody has them.
+Where kernels are short the cards wait for the host. A graph does what it did when it was recorded, so a mistake would
+be a silently wrong picture:
 
-A graph reads and does what it did when it was recorded, so a mistake would be a silently wrong picture:
-
-- It holds for one set of shapes, and for the plain values among the arguments. Of the transformer_options those count
-  that the block looked up; a block that writes there is not recorded.
-- Weights are read where they lie. Before every replay their addresses are asked for; if one has moved, or something
-  else than the weight is to be computed with, it is not replayed.
-- What a block writes into its arguments is written into those of the replayed call, too.
-- When it is recorded the block also runs without, and every card must give the same bits. If one does not, or if the
-  block cannot be recorded, nothing is recorded for the model any more, and one line in the log says why.
+- It holds for one set of shapes, of plain values, and of those transformer_options that the block looked up.
+- Weights are read where they lie; before every replay their addresses are compared.
+- When it is recorded the block also runs without, and every card must give the same bits. Else nothing is recorded for
+  the model any more, and one line in the log says why.
 - Nothing is recorded where other people's code may run between or inside blocks, and nothing with gradients.
 - Attributes of layers, and functions that blocks call, are taken to stay as they were.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,13 +86,7 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of one model.
-
-    Args:
-        devices: by rank.
-        make_recorder: makes a GraphRecorder, or what tests have in its place.
-        addresses: see Addresses.
-    """
+    """The graphs of one model. Args: devices: by rank. make_recorder: makes a GraphRecorder, or a stand-in of it."""
 
     def __init__(self, devices: Sequence[torch.device], make_recorder: Callable[[], Any], addresses: Addresses) -> None:
         self._devices = tuple(devices)
@@ -164,7 +153,13 @@ class Graphs:
         held = self._graphs  # release makes another one
         try:
             with Versioned():  # ahead of the block, which may write to what it is given
-                graph = _Graph(key, addresses, [self._card(rank, tensors) for rank, tensors in enumerate(given)])
+                cards = [
+                    _Card([self._place(rank, index, each) for index, each in enumerate(tensors)])
+                    for rank, tensors in enumerate(given)
+                ]
+                graph = _Graph(key, addresses, cards)
+                for card, tensors in zip(cards, given, strict=True):
+                    self._fill(card.inputs, tensors)
         except Exception as error:  # such as too little memory: nothing was computed yet
             self._give_up(block, error)
             return compute()
@@ -183,11 +178,6 @@ class Graphs:
             raise
         self.forget()
         return outputs
-
-    def _card(self, rank: int, tensors: Sequence[torch.Tensor]) -> _Card:
-        places = [self._place(rank, index, tensor) for index, tensor in enumerate(tensors)]
-        self._fill(places, tensors)
-        return _Card(places)
 
     def _give_up(self, block: nn.Module, error: Exception) -> None:
         _log.debug("recording %s failed", type(block).__name__, exc_info=True)
@@ -279,11 +269,11 @@ class Graphs:
     def _staged_like(self, rank: int, tree: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """The tree, with tensors that all graphs of such shapes share and write to. An output lies where an input of
         its shape is read: blocks mostly hand it to the next one, which then need not be given it."""
-        free, number = list(inputs), iter(range(2**31))
+        free, number = list(inputs), itertools.count()
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
-            wanted, role = _layout(tensor), ("output", next(number))
-            same = next((index for index, each in enumerate(free) if _layout(each) == wanted), None)
+            role = "output", next(number)
+            same = next((index for index, each in enumerate(free) if _layout(each) == _layout(tensor)), None)
             return self._place(rank, role, tensor) if same is None else free.pop(same)
 
         return map_tensors(tree, place)
@@ -309,7 +299,7 @@ class Graphs:
             source, version = self._held.get(id(place), (None, None))
             if source is not tensor or version != version_of(tensor):
                 place.copy_(tensor)
-                self._holds(place, tensor)
+                self._held[id(place)] = tensor, version_of(tensor)
 
     def _taken(self, card: _Card, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a card returned, in memory of its own; what it wrote to is written into what was given."""
@@ -319,11 +309,8 @@ class Graphs:
         with Versioned():  # the next block knows them again by it, and what others wrote into them
             outputs = [with_version(given[each]) if isinstance(each, int) else each.clone() for each in card.outputs]
         for place, output in zip(card.outputs, outputs, strict=True):
-            self._holds(card.inputs[place] if isinstance(place, int) else place, output)
+            self._held[id(card.inputs[place] if isinstance(place, int) else place)] = output, version_of(output)
         return outputs
-
-    def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:
-        self._held[id(place)] = source, version_of(source)
 
 
 def watching_modes() -> int:
@@ -397,14 +384,6 @@ class WatchedOptions(dict[Any, Any]):
         self.read: set[Any] = set() if read is None else read
         self.written: set[Any] = set()
 
-    __getitem__ = _noting("__getitem__")
-    get = _noting("get")
-    __contains__ = _noting("__contains__")
-    __iter__ = _noting("__iter__")
-    keys = _noting("keys")
-    items = _noting("items")
-    values = _noting("values")
-
     def copy(self) -> WatchedOptions:
         made = WatchedOptions(dict(dict.items(self)), self.read)
         made.written = set(self.written)
@@ -420,6 +399,10 @@ class WatchedOptions(dict[Any, Any]):
         raise RuntimeError(f"it takes things out of the {OPTIONS}, or puts several in")
 
     pop = popitem = setdefault = update = clear = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+
+
+for _name in ("__getitem__", "get", "__contains__", "__iter__", "keys", "items", "values"):
+    setattr(WatchedOptions, _name, _noting(_name))
 
 
 def _option_key(value: Any) -> Any:
@@ -442,15 +425,13 @@ _KERNELS = tuple(f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "c
 
 def _switches() -> tuple[Any, ...]:
     """What torch keeps for the whole process and chooses kernels by; nodes switch it for one MODEL and back."""
-
-    def switch(owner: Any, name: str) -> Any:
-        try:  # None where this torch has no such switch, or does not tell it beside its newer one
-            found = getattr(owner, name, None)
-        except RuntimeError:
-            return None
-        return found() if callable(found) else found
-
+    found: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    owners = ((cuda.matmul, _OF_PRODUCTS), (cudnn, _OF_PRODUCTS[:2]), (cuda, _KERNELS))
-    found = (switch(owner, name) for owner, names in owners for name in names)
-    return (*found, torch.are_deterministic_algorithms_enabled())
+    for owner, names in ((cuda.matmul, _OF_PRODUCTS), (cudnn, _OF_PRODUCTS[:2]), (cuda, _KERNELS)):
+        for name in names:
+            try:
+                value = getattr(owner, name, None)
+            except RuntimeError:  # this torch does not tell it beside its newer one
+                value = None
+            found.append(value() if callable(value) else value)
+    return tuple(found)

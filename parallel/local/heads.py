@@ -1,8 +1,7 @@
 """How keys and values travel between ranks: by groups of heads, and in 8 bits where links are slow.
 
-A rank attends by one group of heads while the others are under way. Heads are computed one by one, so the sums are
-those of one group; a kernel that is chosen by the number of heads may round others. In 8 bits a rank's own rows stay
-exact, and a key travels without the mean of its channel over the sender's rows, which comes with it.
+Heads are computed one by one, so the sums are those of one group; a kernel that is chosen by the number of heads may
+round others. In 8 bits a rank's own rows stay exact.
 """
 
 from __future__ import annotations
@@ -30,53 +29,34 @@ _LONG_S = 8e-3
 
 
 def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "full", block_s: float = math.inf) -> int:
-    """In how many groups of heads keys and values are to travel.
-
-    A row sends 2 * bytes * width, and takes a block 24 * width**2 + 4 * rows * width operations. So the transfer takes
-    this share of the computing: flops_per_s / bytes_per_s * bytes / (12 * width + 2 * rows). Wan stands for all.
-
-    block_s: seconds that a card computes of a block whose kernels the host launches, else nothing.
-    """
+    """In how many groups of heads keys and values are to travel. A row sends 2 * bytes * width, and takes a block
+    24 * width**2 + 4 * rows * width operations; Wan stands for all. Args: block_s: seconds that a card computes of a
+    block whose kernels the host launches, else nothing."""
     num_bytes = 1 if exchange == "8-bit" else 2
     share = flops_per_s / bytes_per_s * num_bytes / _BLOCK
     return _NUM_GROUPS if share > _LEAST_SHARE and block_s >= _LONG_S else 1
 
 
 class Heads(NamedTuple):
-    """The heads of an attention.
+    """The heads of an attention. Args: dim: along which they follow one another: 1 of [batch, heads, tokens, width]; 2
+    of [batch, tokens, heads, width], and of the same with heads and width in one. output_dim: of the result."""
 
-    Args:
-        number: of queries, keys and values alike.
-        dim: along which heads follow one another: 1 of [batch, heads, tokens, width]; 2 of [batch, tokens, heads,
-            width], and of the same with heads and width in one.
-        output_dim: the same of the result.
-    """
-
-    number: int
+    number: int  # of queries, keys and values alike
     dim: int
     output_dim: int
+
+
+_ATTENTION = ("heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")  # of ComfyUI, behind the values
 
 
 def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Heads | None:
     """Where an attention that is called as ComfyUI's are has its heads; None where that is not clear. Args: tensors:
     queries, keys, values. args, kwargs: what it is called with behind these."""
-
-    def read(
-        heads: Any = None,
-        mask: Any = None,
-        attn_precision: Any = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        enable_gqa: bool = False,
-        **others: Any,
-    ) -> Heads | None:
-        if type(heads) is not int or enable_gqa:
-            return None
-        return Heads(heads, 1 if skip_reshape else 2, 1 if skip_output_reshape else 2)
-
-    found = read(*args, **kwargs) if len(args) <= 5 else None
-    if found is None:
+    given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+    if len(args) > len(_ATTENTION) or type(number := given.get("heads")) is not int or given.get("enable_gqa"):
         return None
+    of_input, of_output = (1 if given.get(name) else 2 for name in _ATTENTION[3:])
+    found = Heads(number, of_input, of_output)
     of_queries, of_keys, _ = (each.shape[found.dim] if each.ndim > 2 else 0 for each in tensors)
     is_flat = [each.ndim == 3 and found.dim == 2 and each.shape[2] % found.number == 0 for each in tensors]
     is_apart = [each.ndim == 4 and each.shape[found.dim] == found.number for each in tensors]
@@ -86,11 +66,8 @@ def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Map
 
 class Gathered:
     """Keys and values of all ranks for one attention, by groups of heads. A group is let go when it was attended to.
-
-    Args:
-        axis: of the keys. own: this rank's keys and values.
-        heads: None where these are not known, which makes one group. most: so many groups at most.
-    """
+    Args: axis: of the keys. own: this rank's. heads: None where these are not known, which makes one group. most: so
+    many groups at most."""
 
     def __init__(self, axis: str, own: Pair, heads: Heads | None, most: int) -> None:
         self._axis, self._own, self._heads = axis, own, heads

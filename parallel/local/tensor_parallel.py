@@ -1,9 +1,7 @@
 """Several devices together compute each block of one forward, every device with its part of the weights.
 
-The model's own forward runs once, on the main device. A hook on a block hands the same arguments to a thread per
-further device, which runs that device's part. Each device adds the partial sums of all (collectives.py), so every
-device has the same bits. The next block finds them there, if it is handed the very tensor that this block returned,
-unchanged: outputs have a version also in inference mode. Everything else is copied from the main device.
+A hook on a block hands the same arguments to a thread per further device. Each device adds the partial sums of all, so
+all have the same bits. The next block finds them there, if it is handed the very tensor that this one returned.
 """
 
 from __future__ import annotations
@@ -107,9 +105,9 @@ class ForwardWorkers:
 
 
 class TensorParallel(Bridge):
-    """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring. Args: shards:
-    the main device's part of each block, in execution order -> those of the others, in their order. passed_by,
-    per_device: as of Bridge; the other devices get a copy of a dict."""
+    """Runs the forwards of a model whose blocks are divided among devices. Args: shards: the main device's part of each
+    block, in execution order -> those of the others, in their order. passed_by, per_device: as of Bridge; the other
+    devices get a copy of a dict."""
 
     replays = True  # blocks as CUDA graphs, where `replay` was called
 
@@ -270,8 +268,7 @@ class TensorParallel(Bridge):
 
     def _run_on_all(self, block: nn.Module, work: Sequence[Work]) -> list[Any]:
         """What every rank's work returns. After an error the forward goes on with other workers, if it goes on."""
-        if self._run is None:
-            self._run = ForwardWorkers(self.pool, self._ranks, self.send_parts, self._exchange)
+        self._run = self._run or ForwardWorkers(self.pool, self._ranks, self.send_parts, self._exchange)
         try:
             return self._run.run(block, work)
         except BaseException:
@@ -296,12 +293,11 @@ class TensorParallel(Bridge):
         if is_everywhere(tensor) and device.type != "cpu":
             return tensor
         assert copies is not None, "a forward is running"
-        copy = copies.find(tensor, rank)
-        if copy is None:
-            with Versioned():
-                made = tensor.clone() if tensor.device == device else copy_to(tensor, device)
-            copy = copies.keep(tensor, rank, made)
-        return copy
+        if (copy := copies.find(tensor, rank)) is not None:
+            return copy
+        with Versioned():
+            made = tensor.clone() if tensor.device == device else copy_to(tensor, device)
+        return copies.keep(tensor, rank, made)
 
     def _kept(self, output: Any, found: Sequence[Sequence[torch.Tensor]]) -> Any:
         """The main device's output with a version, by which the next block finds what the others have of it (found)."""

@@ -1,8 +1,5 @@
-"""A block of which each rank computes its rows, replayed as one CUDA graph.
-
-The ranks' threads are inside forwards of their own, so at a block each sends its call to the first rank, and does what
-that one sends it to do until it has the block's output. graphs.py says what is replayed, and what is compared before.
-"""
+"""A block of which each rank computes its rows, replayed as one CUDA graph (graphs.py). The ranks' threads are inside
+forwards of their own: each sends its call to the first rank, and does what that one says until it has the output."""
 
 from __future__ import annotations
 

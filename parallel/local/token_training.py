@@ -18,7 +18,7 @@ from ...patches.hooks import map_tensors
 from ..runner import MicroBatch
 from ..staged_copies import copies_between
 from ..transfer import Arrivals, current_device
-from .collectives import Collective, CountedOnce
+from .collectives import Collective, uncounted
 from .data_parallel import DataParallel, Replica
 from .tensor_parallel import ForwardWorkers
 from .tokens import OneDeviceError, Rows, RowsError, TokenParallel
@@ -99,7 +99,7 @@ class TokenModel(nn.Module):
                 _log.warning("a sample has %s: each device computes it whole, and others like it", str(error))
         if rank not in self._rows.newest:  # what the error held is free here
             output = call(model, device)
-        return output if rank == 0 else map_tensors(output, CountedOnce.apply)
+        return output if rank == 0 else map_tensors(output, uncounted)
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """What work() returns in a thread per device, in which this model is that device's copy. Raises: the first

@@ -1,9 +1,7 @@
 """Several ranks compute one forward, each with whole weights and its share of the rows (tokens).
 
-Every rank, a thread per device, runs the stock forward of its own copy of the model. A hook cuts the arguments of each
-block to the rank's rows. Attention, which the host has to lead to `TokenParallel.attend`, gathers keys and values of
-all ranks in the order of one card. families/token_plan.py says where rows are. Also called sequence or context
-parallelism, with all-gathered keys (Li et al. 2021, arXiv:2105.13120).
+Attention, which the host has to lead to `TokenParallel.attend`, gathers keys and values of all ranks in the order of
+one card. Also called sequence or context parallelism, with all-gathered keys (Li et al. 2021, arXiv:2105.13120).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from ...families.token_plan import BlockRows, Place, TokenPlan, places, segments
 from ...patches.hooks import HookSet, change_at
 from ..block_lists import members
 from ..offload.recompute import is_recomputing
-from .collectives import Collective, Exchange, Layout, Send, all_rows, ends_of
+from .collectives import AllRows, Collective, Exchange, Layout, Send, ends_of
 from .graphs import OPTIONS
 from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
@@ -200,7 +198,8 @@ class Rows:
         Args: tensor: of this rank's rows along place.dim. name: of the collective, the same on all ranks."""
         if not self.knows(place.axis):
             return tensor
-        return all_rows(tensor, self._layout(place, own), self.group, f"{name} along {place.axis}")
+        name = f"{name} along {place.axis}"
+        return AllRows.apply(tensor, self._layout(place, own), self.group, name)  # type: ignore[no-any-return]
 
     def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
         """As gather, of the tensors of all ranks, by rank."""
@@ -213,14 +212,10 @@ class Rows:
 
 
 class TokenParallel:
-    """Runs the forwards of one model on several devices by its rows; see the module's docstring.
-
-    Args:
-        modules: the model on each of the devices, the main device's first, with equal weights.
-        plan: where the class has rows. shares: relative shares of these, by rank.
-        send: copies tensors to another rank's device; see Collective. None where others run the ranks, inside `on`.
-        groups: of heads, at most, in which keys and values travel (heads.py). exchange: how they travel.
-    """
+    """Runs the forwards of one model on several devices by its rows. Args: modules: the model on each of the devices,
+    the main device's first, with equal weights. shares: relative shares of the rows, by rank. send: as of Collective;
+    None where others run the ranks, inside `on`. groups: of heads, at most, in which keys and values travel (heads.py).
+    exchange: how they travel."""
 
     def __init__(
         self,
@@ -380,9 +375,8 @@ class TokenParallel:
         self, func: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Attention of this rank's queries to the keys of all ranks, by func. Args: q, k, v: [..., tokens, width], or
-        as func takes them; of this rank's rows. A holder gives its own by `take`. args, kwargs: as func takes them;
-        masks are cut to this rank's queries. Raises: RowsError for keys, or a mask, of another number of rows than the
-        rank's."""
+        as func takes them; of this rank's rows. A holder gives its own by `take`. Masks are cut to this rank's queries.
+        Raises: RowsError for keys, or a mask, of another number of rows than the rank's."""
         here = self.rows
         if here is None:
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]

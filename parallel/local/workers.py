@@ -1,10 +1,4 @@
-"""Threads that work on one run together: how they wait for each other, and how the run ends.
-
-A run is a step of training, or a batch of forwards. A policy says what a worker may do when (StageOrder, Prefetch,
-RoundRobin); its data is read and changed only inside `when` or `changing`. No worker begins before every thread could
-be had, and none works on when `run` returns or raises. The first error, or KeyboardInterrupt, ends the run. The others
-are unwound where they next wait, by `Stopped`. Workers take over what torch keeps for the caller's thread.
-"""
+"""Threads that work on one run together: how they wait for each other, and how the run ends."""
 
 from __future__ import annotations
 
@@ -32,7 +26,8 @@ class Stopped(BaseException):
 
 
 class Coordinator:
-    """The workers of one run."""
+    """The workers of one run. A policy says what a worker may do when (StageOrder, Prefetch, RoundRobin); its data is
+    read and changed only inside `when` or `changing`."""
 
     def __init__(self, pool: ThreadPool, devices: Sequence[torch.device]) -> None:
         self.is_stopping = False
@@ -42,8 +37,9 @@ class Coordinator:
         self._changed = threading.Condition(threading.Lock())
 
     def run(self, workers: Sequence[Callable[[], None]], at_end: Callable[[int], None] = lambda index: None) -> None:
-        """Return when all workers have ended. Args: at_end: called in a worker's thread when it has ended or will not
-        begin, and its error is known. Raises: the first exception of a worker; RuntimeError if no thread can be had."""
+        """Return when all workers have ended, of which none begins before every thread could be had. Args: at_end:
+        called in a worker's thread when it has ended or will not begin, and its error is known. Raises: the first
+        exception of a worker, where the others are unwound as they next wait; RuntimeError if no thread can be had."""
         name = "devicebridge-worker-{}"
         tasks = [self._pool.task(name.format(at), self._carry, at, work, at_end) for at, work in enumerate(workers)]
         try:
@@ -162,11 +158,8 @@ def autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
-# ---- threads that are kept from one run to the next
-#
-# Libraries plan kernels for every thread anew, which takes longer than a microbatch may. So a thread that has done its
-# task waits for the next one, holding nothing, and ends when its pool is no longer needed. They are daemons, unlike
-# those of concurrent.futures: the process may exit while one sleeps or works.
+# ---- threads that are kept from one run to the next: libraries plan kernels for every thread anew, which takes longer
+# than a microbatch may. They are daemons, unlike those of concurrent.futures: the process may exit while one works.
 
 Tasks = SimpleQueue["Task | None"]  # None ends a thread
 _IDLE = "devicebridge-idle"

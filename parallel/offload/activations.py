@@ -1,9 +1,7 @@
 """Activation offload: what recomputed blocks keep is in host memory until their backward, instead of on their cards.
 
-It goes to pinned host memory while later blocks compute, and comes back one block ahead of the backward, with the same
-bytes and strides. What two neighbouring blocks of a device are both called with is on the card anyway and stays. So do
-small tensors, parameters, and tensors with gaps between their elements. Memory that cannot be pinned is refused: copies
-through ordinary memory would hold up the host and all cards. docs/decisions/0008-blocks-from-host-memory.md says more.
+It goes while later blocks compute, and comes back one block ahead of the backward, with the same bytes and strides.
+Reasons: docs/decisions/0008-blocks-from-host-memory.md.
 """
 
 from __future__ import annotations

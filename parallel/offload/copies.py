@@ -1,8 +1,7 @@
 """Copies between host memory and a device, beside what the device computes: streams, events and slots.
 
-The host runs far ahead of the device, so streams wait for events and the host waits for none of them. A tensor that a
-copy stream uses is not recorded there (record_stream): tensors would pile up. Memory on the device is taken and given
-back on the computing stream, which waits for the last copy before that. Without streams events are None.
+A tensor that a copy stream uses is not recorded there (record_stream): tensors would pile up. Memory on the device is
+taken and given back on the computing stream, which waits for the last copy before. Without streams events are None.
 """
 
 from __future__ import annotations
@@ -171,11 +170,9 @@ class Slots:
         self.slots.clear()
 
 
-# ---- host memory that a card copies from and to by itself, beside what it computes
-#
-# torch's own pinned memory is rounded up to powers of two and kept after it is freed: blocks of 0.7 GB would take 1 GB
-# each. So ordinary memory is registered with the driver. It must be unregistered before it is freed, else the driver
-# would take whatever lies at its address later for the same memory and copy what was there before.
+# ---- host memory that a card copies from and to by itself, beside what it computes. torch's own pinned memory is
+# rounded up to powers of two and kept after it is freed. So ordinary memory is registered with the driver. It must be
+# unregistered before it is freed, else the driver would take whatever lies at its address later for the same memory.
 
 _log = logging.getLogger(__name__)
 _PAGE = mmap.PAGESIZE

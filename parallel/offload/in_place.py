@@ -1,10 +1,7 @@
-"""Blocks that write in place where autograd has saved the old values: gradients made right, and refused where they are
-not.
+"""Blocks that write in place (x += ...) where autograd has saved the old values: gradients made right, or refused.
 
-Inference code may write into what a block or an operation was given before (x += ...). Each block is watched once per
-way of being called: one forward more, whose graph is dropped. From then on it gets copies of the arguments that it
-writes into, whose callers use what it returns. Of what autograd saves those tensors are copied that are written to
-later. The others keep their version: if it has changed at the backward, that is an error, not a gradient.
+Each block is watched once per way of being called, for one forward more. From then on it gets copies of the arguments
+that it writes into, and of what autograd saves those tensors are copied that are written to later.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Blocks that are computed again for the backward, instead of keeping their activations (gradient checkpointing).
 
 torch.utils.checkpoint has Python hooks on every saved tensor, and sets the CPU's generator, which all threads share.
-Here a block is one autograd node: forward without a graph, and in the backward once more with one, run at once, from
-the same state of the device's generator. Only tensors among the positional arguments get gradients, at any depth.
+Here a block is one autograd node. Only tensors among the positional arguments get gradients, at any depth.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ...patches.hooks import map_tensors
+from ...patches.hooks import map_tensors, surrounded
 from ..devices import random_state, set_random_state
 from ..local.workers import autocast_of
 from ..transfer import version_of
@@ -141,6 +139,7 @@ def put_back(frame: Any, tensors: Iterable[torch.Tensor], passed_by: Sequence[st
     return map_tensors(frame, lambda place: next(remaining), passed_by)
 
 
+_CHECKPOINT = "_checkpoint"  # where a module has what its calls go through
 Checkpoint = Callable[..., Any]  # (block, *values) -> what block(*values) gives
 
 
@@ -149,8 +148,10 @@ class BlockCall:
     until a whole backward has ended. Keyword arguments in passed_by are no values, but the same objects in every call.
     """
 
-    def __init__(self, module: nn.Module, kwargs: dict[str, Any], passed_by: Sequence[str]) -> None:
-        self.module = module
+    def __init__(
+        self, module: nn.Module, kwargs: dict[str, Any], passed_by: Sequence[str], own: Callable[..., Any] | None = None
+    ) -> None:
+        self.module, self._own = module, own or module
         self._names = tuple(name for name in kwargs if name not in passed_by)
         self.others = {name: kwargs[name] for name in kwargs if name in passed_by}
         self._frame: Any = None  # of the output
@@ -162,8 +163,7 @@ class BlockCall:
     def __call__(self, *values: Any) -> Any:
         cut = len(values) - len(self._names)
         named = dict(zip(self._names, values[cut:], strict=True))
-        own: Any = getattr(self.module, "own_call", self.module)
-        output = own(*values[:cut], **named, **self.others)
+        output = self._own(*values[:cut], **named, **self.others)
         tensors, self._frame = taken_out(output)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
@@ -180,27 +180,13 @@ def module_of(block: nn.Module | BlockCall) -> nn.Module:
 
 
 def checkpoint_calls(modules: Iterable[nn.Module], checkpoint: Checkpoint, passed_by: Sequence[str]) -> None:
-    """Have calls of these blocks, hooks included, go through checkpoint."""
+    """Have calls of these blocks go through checkpoint, with all hooks that they have."""
+
+    def around(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = BlockCall(own.__self__, kwargs, passed_by, own)
+        return call.whole(checkpoint(call, *call.values(args, kwargs)))
+
     for module in modules:
-        if "_checkpoint" not in module.__dict__:
-            module.__class__ = _intercepted(type(module))  # type: ignore[arg-type]
-        module.__dict__["_checkpoint"] = (checkpoint, tuple(passed_by))
-
-
-@functools.cache
-def _intercepted(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass, since Python looks __call__ up in the class."""
-
-    class Intercepted(cls):  # type: ignore[valid-type,misc]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            checkpoint, passed_by = self.__dict__["_checkpoint"]
-            call = BlockCall(self, kwargs, passed_by)
-            return call.whole(checkpoint(call, *call.values(args, kwargs)))
-
-        def own_call(self, *args: Any, **kwargs: Any) -> Any:
-            """With all hooks, also one around it that was there before."""
-            return super().__call__(*args, **kwargs)
-
-    Intercepted.__name__, Intercepted.__qualname__ = cls.__name__, cls.__qualname__
-    Intercepted.__module__ = cls.__module__
-    return Intercepted
+        if _CHECKPOINT not in module.__dict__:
+            module.__class__ = surrounded(type(module), _CHECKPOINT)  # type: ignore[arg-type]
+        module.__dict__[_CHECKPOINT] = around

@@ -1,10 +1,7 @@
 """Weight offload: blocks that do not fit their card keep their weights in host memory and pass them through two slots.
 
-A hook behind the bridge's own has the block in a slot, and copies the next one of its device into the other slot: the
-next higher in a forward, the next lower while blocks are computed again for the backward. The base is frozen, so
-nothing is copied back. A backward never reads evicted weights: a call that would leave a graph behind is refused.
-Between visits the module has its host tensors: names, state dict and sizes are as ever. A block has one pinned buffer:
-buffers per layer could share pages, which cannot be pinned twice. One thread at a time works on a device.
+The base is frozen, so nothing is copied back. Between visits a module has its host tensors: names, state dict and sizes
+are as ever. A block has one pinned buffer: buffers per layer could share pages, which cannot be pinned twice.
 """
 
 from __future__ import annotations

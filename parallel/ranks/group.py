@@ -1,8 +1,7 @@
 """What the processes of a job (its ranks) say to each other: agree, wait, share, add up. torch.distributed underneath.
 
-Every method that says "all ranks" must be called by all of them, in the same order. Plain values travel as JSON, so
-nothing is unpickled. Gradients travel through the backend of their device (NCCL, on ROCm RCCL; gloo on CPUs),
-everything else through a group of gloo, where a rank may wait for hours.
+Every method that says "all ranks" must be called by all of them, in the same order. Gradients travel through the
+backend of their device, everything else through a group of gloo, where a rank may wait for hours.
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a job, as one of them sees them.
-
-    Args:
-        devices: of this rank, the first for what it exchanges. own_stop: whether this very process shall stop.
-        control, watch: the gloo group of all ranks, and what ends this process where it hangs; None for one process.
-        store: what ranks can leave for each other. names: of the ranks, where these are not all of a job.
-    """
+    """The ranks of a job, as one of them sees them. Args: devices: of this rank, the first for what it exchanges.
+    control, watch: the gloo group of all ranks, and what ends this process where it hangs; None for one process. store:
+    what ranks can leave for each other. names: of the ranks, where these are not all of a job."""
 
     def __init__(
         self,

@@ -1,10 +1,6 @@
 """A model whose weights several processes share: FSDP2 over its blocks, each process reading its own rows of the file.
-
-The model is made without weights, `fully_shard` divides every tensor by rows, and each process reads its rows, so none
-ever holds the whole model. Rows of frozen linears in 8 bits have one scale each, so they have the bits that one process
-gives them; everybody has the scales. The LoRA is whole on every process. Reasons:
-docs/decisions/0030-several-processes.md.
-"""
+Rows in 8 bits have one scale each, so they have the bits that one process gives them. Reasons:
+docs/decisions/0030-several-processes.md."""
 
 from __future__ import annotations
 

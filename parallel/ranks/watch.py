@@ -1,8 +1,7 @@
 """Ends a process that would wait for ever: it hangs, another rank does, or the launcher that started it is gone.
 
-Python's own faulthandler ends a rank whose work takes longer than `timeout_s`; torchrun then ends the others. A rank
-that waits for others has no limit, but every rank changes a line of torchrun's store every two seconds. Whoever does
-not is lost. Those of this machine are killed, so that whoever is inside a collective with them comes out and saves.
+faulthandler ends a rank whose work takes longer than `timeout_s`; torchrun then ends the others. Lost ranks of this
+machine are killed, so that whoever is inside a collective with them comes out and saves.
 """
 
 from __future__ import annotations
