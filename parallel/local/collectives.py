@@ -200,8 +200,8 @@ def attach_collectives(shards: Mapping[str, BlockShard], rank: int, find_group: 
                 hooks.after(module, functools.partial(_correct_norm, each.width, exchange))
             else:
                 hooks.after(module, lambda *call, exchange=exchange: map_tensors(call[-1], exchange))
-        for of_heads in shard.arguments:
-            hooks.before(of_heads.module, of_heads)
+        for argument in shard.arguments:
+            hooks.before(*argument)
     return hooks
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from ...families.tensor_plan import Divided, Range, Shares, TensorPlan, Unit, share_heads
-from ...patches.hooks import map_tensors
+from ...patches.hooks import BeforeHook, map_tensors
 
 Cut = Callable[[torch.Tensor, "Slice"], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
 
@@ -26,37 +26,28 @@ class BlockCollective:
     number of features of all devices: of an RMS norm, or of gathered outputs."""
 
     name: str
-    module: nn.Module
     how: Literal["all_reduce", "all_gather", "norm", "broadcast"]
     width: int = 0
 
 
-@dataclass(frozen=True)
-class HeadArguments:
+def _of_heads(
+    dims: Mapping[str, int],
+    shares: Shares,
+    rank: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A hook before a module: of keyword arguments with tensors of all heads it gets those of one device's heads, along
-    `dims`, by name. One row for all heads stays.
-    """
+    `dims`, by name. One row for all heads stays."""
 
-    module: nn.Module
-    dims: Mapping[str, int]
-    shares: Shares
-    rank: int
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = {
-            name: map_tensors(kwargs[name], partial(self._own_heads, dim))
-            for name, dim in self.dims.items()
-            if kwargs.get(name) is not None
-        }
-        return args, {**kwargs, **own}
-
-    def _own_heads(self, dim: int, tensor: torch.Tensor) -> torch.Tensor:
+    def own(dim: int, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[dim] == 1:
             return tensor
-        first, last = self.shares.ranges("heads", tensor.shape[dim])[self.rank]
+        first, last = shares.ranges("heads", tensor.shape[dim])[rank]
         return tensor.narrow(dim, first, last - first)
+
+    return args, {**kwargs, **{n: map_tensors(kwargs[n], partial(own, dim)) for n, dim in dims.items() if n in kwargs}}
 
 
 @dataclass
@@ -65,7 +56,7 @@ class BlockShard:
 
     block: nn.Module
     collectives: list[BlockCollective] = field(default_factory=list)
-    arguments: list[HeadArguments] = field(default_factory=list)
+    arguments: list[tuple[nn.Module, BeforeHook]] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     wholes: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -105,12 +96,12 @@ def divide_block(
             ranges = tuple(shares.slices(("heads",), width, rank))
             _cut(shard, module, f"{name}.weight", Slice(0, ranges), cut)
             module.normalized_shape = (sum(last - first for first, last in ranges),)
-            shard.collectives.append(BlockCollective(name, module, "norm", width))
+            shard.collectives.append(BlockCollective(name, "norm", width))
         elif plan.is_decided(name):
-            shard.collectives.append(BlockCollective(name, module, "broadcast"))
+            shard.collectives.append(BlockCollective(name, "broadcast"))
         of_heads = next((dims for pattern, dims in plan.arguments.items() if fnmatchcase(name, pattern)), None)
         if of_heads is not None:
-            shard.arguments.append(HeadArguments(module, of_heads, shares, rank))
+            shard.arguments.append((module, partial(_of_heads, of_heads, shares, rank)))
     for name, module in block.named_modules():
         for attribute, number in list(vars(module).items()):
             path = f"{name}.{attribute}".lstrip(".")
@@ -185,16 +176,14 @@ def _divide_linear(
     setattr(module, "in_features" if is_row else "out_features", length)
     around = plan.summed_in(name)
     if divided.by == "gathered":
-        shard.collectives.append(BlockCollective(name, module, "all_gather", whole))
+        shard.collectives.append(BlockCollective(name, "all_gather", whole))
     elif is_row and not any(each.name == around for each in shard.collectives):
-        met = around or name
-        shard.collectives.append(BlockCollective(met, shard.block.get_submodule(met), "all_reduce"))
+        shard.collectives.append(BlockCollective(around or name, "all_reduce"))
 
 
 def _cut(shard: BlockShard, module: nn.Module, name: str, part: Slice, cut: Cut) -> None:
     leaf = name.rpartition(".")[2]
-    whole = module._parameters[leaf]
-    assert whole is not None, "the caller has looked"
+    whole: Any = module._parameters[leaf]
     shard.wholes[name], shard.slices[name] = whole.data, part
     module._parameters[leaf] = nn.Parameter(cut(whole.data, part), requires_grad=False)
 
@@ -216,7 +205,7 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Slice:
-    """Ranges of one dimension. Args: dim: counted from the front."""
+    """Ranges of one dimension, which is counted from the front."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -228,8 +217,7 @@ class Slice:
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """These ranges joined, in memory of their own."""
-        pieces = [tensor.narrow(self.dim, first, last - first) for first, last in self.ranges]
-        return torch.cat(pieces, self.dim)
+        return torch.cat([tensor.narrow(self.dim, first, last - first) for first, last in self.ranges], self.dim)
 
 
 class JoinedSlices(torch.Tensor):

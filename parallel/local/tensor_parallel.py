@@ -313,20 +313,15 @@ class TensorParallel(Bridge):
     def _check(self, block: nn.Module, found: Sequence[Sequence[torch.Tensor]]) -> None:
         """Raises: RuntimeError if the devices did not compute the same, as where a partial sum was not added up: the
         same bits on devices of one kind."""
-        if len({tuple(tensor.shape for tensor in each) for each in found}) != 1:
-            raise RuntimeError(
-                f"{type(block).__name__} returned different tensors on {', '.join(map(str, self._ranks))}"
-            )
-        kinds = [device_title(device) for device in self._ranks]
+        kinds, shapes = [device_title(device) for device in self._ranks], [[t.shape for t in each] for each in found]
         for rank, tensors in enumerate(found[1:], start=1):
-            bound = 0.0 if kinds[rank] == kinds[0] else _TOLERANCE
-            differences = [
-                _difference(own, copy_to(other, self.main_device)) for own, other in zip(found[0], tensors, strict=True)
-            ]
-            if max(differences, default=0.0) > bound:
+            pairs = zip(found[0], tensors, strict=True) if shapes[rank] == shapes[0] else ()
+            differences = [_difference(own, copy_to(other, self.main_device)) for own, other in pairs]
+            far = max(differences, default=0.0) if shapes[rank] == shapes[0] else float("inf")
+            if far > (0.0 if kinds[rank] == kinds[0] else _TOLERANCE):
                 raise RuntimeError(
                     f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.main_device} "
-                    f"(by {max(differences):.3g}); another node may have changed layers inside it. Use way 'blocks'"
+                    f"(by {far:.3g}); another node may have changed layers inside it. Use way 'blocks'"
                 )
 
     def send_parts(self, tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:

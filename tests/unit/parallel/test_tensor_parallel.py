@@ -162,7 +162,7 @@ def make_model(*blocks: nn.Module) -> Model:
 
 
 def divide(model, size, weights=(), drop=lambda *_: False, plans=PLANS) -> TensorParallel:
-    """The blocks divided in place. drop: name of a meeting, rank -> whether this rank does not come to it."""
+    """The blocks divided in place. drop: name of a collective, rank -> whether this rank leaves it out."""
     shards = {}
     for block in model.blocks:  # type: ignore[union-attr]
         plan = find_plan(plans, block)
@@ -170,7 +170,7 @@ def divide(model, size, weights=(), drop=lambda *_: False, plans=PLANS) -> Tenso
         shares = shares_of(block, plan, tuple(weights) or (1.0,) * size)
         own, *others = [
             divide_block(block if rank == 0 else copy.deepcopy(block), plan, shares, rank)
-            for rank in sorted(range(size), reverse=True)  # home's last: the others are made of whole blocks
+            for rank in sorted(range(size), reverse=True)  # the main device last: the others are made of whole blocks
         ][::-1]
         for rank, shard in enumerate((own, *others)):
             shard.collectives[:] = [each for each in shard.collectives if not drop(each.name, rank)]
