@@ -7,10 +7,11 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.block_split import BlockSplit
+from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
-from devicebridge.parallel.runner import MicroBatch
+from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.quantization.quantize import QuantizeSettings
-from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.emulated import CARDS, on_cpu
 from devicebridge.tests.placed import apply_block_split
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
@@ -73,6 +74,30 @@ def make_micro_batches(
 ) -> list[MicroBatch[dict[str, Any]]]:
     """All through one model."""
     return make_batches_for(lambda index: (model, main_device), name, count)
+
+
+def losses_of(split: BlockSplit, batches: Sequence[MicroBatch[Any]], ahead: int | None = None) -> list[torch.Tensor]:
+    """Of a step, through a pipeline with so many ahead, or one micro-batch after the other; gradients are added up."""
+    one = PlainAccumulation(split.model, split.main_device)
+    runner = one if ahead is None else Pipeline(split.model, split.bridge, ahead=ahead)
+    return [on_cpu(loss) for loss in runner.run(batches)]
+
+
+Outcome = tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]
+
+
+def outcome(losses: list[torch.Tensor], lora: LoraHandle, cards: Sequence[torch.device]) -> Outcome:
+    """Losses, gradients, and the cards' random states."""
+    gradients = {name: on_cpu(parameter.grad) for name, parameter in lora.parameters().items()}
+    return losses, gradients, [torch.lazy.get_rng_state(card) for card in cards]
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    """The very bits, and gradients that are not zero."""
+    assert all(map(torch.equal, found[0], expected[0])) and len(found[0]) == len(expected[0])
+    assert found[1].keys() == expected[1].keys() and all(each.abs().sum() > 0 for each in expected[1].values())
+    assert all(torch.equal(gradient, expected[1][name]) for name, gradient in found[1].items())
+    assert all(map(torch.equal, found[2], expected[2])) and len(found[2]) == len(expected[2])
 
 
 class BrokenBackward(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import gc
 import threading
 import weakref
 
@@ -260,7 +259,7 @@ def test_last_block_hands_home_what_no_module_takes():
 
 
 @MODES
-def test_hidden_states_do_not_pile_up(mode):
+def test_hidden_states_do_not_pile_up(mode, no_collector):
     """Twelve borders; of the hidden states handed to blocks only those in use and the ones just left are alive."""
     with emulated_cards(4):
         model, bridge = _make([HOME, NEXT] * 6)
@@ -273,11 +272,7 @@ def test_hidden_states_do_not_pile_up(mode):
         for block in model.blocks:
             block.register_forward_pre_hook(watch, with_kwargs=True)  # behind ours: it sees the copy
             block.register_forward_hook(lambda module, args, output: setattr(module, "seen", None))
-        gc.disable()
-        try:
-            _run(model, bridge, mode)
-        finally:
-            gc.enable()
+        _run(model, bridge, mode)
         assert len(alive) == 12 and max(alive) <= 2
 
 

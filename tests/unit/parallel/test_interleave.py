@@ -5,7 +5,6 @@ Streams are simulated: each has a time up to which it is busy, kernels and copie
 
 import contextlib
 import contextvars
-import gc
 import signal
 import threading
 import time
@@ -17,7 +16,7 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.placement import block_names, plan_manual
-from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.placed import apply_block_split, arrivals_noted, forward_of
 from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.toy import TINY
@@ -234,7 +233,7 @@ def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
     assert begun == [0] and ended == [0] and passed == []
 
 
-def test_an_error_holds_no_memory_once_it_is_handled():
+def test_an_error_holds_no_memory_once_it_is_handled(no_collector):
     """An out-of-memory error is answered by a smaller batch: its tensors must be gone, without a garbage collection."""
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
@@ -248,17 +247,12 @@ def test_an_error_holds_no_memory_once_it_is_handled():
                 raise MemoryError
 
         interleave = Interleave(bridge)
-        gc.collect()
-        gc.disable()
-        try:
-            with contextlib.suppress(MemoryError):
-                interleave.run([job, job, job])
-            assert len(held) == 3 and [ref() for ref in held] == [None] * 3
-        finally:
-            gc.enable()
+        with contextlib.suppress(MemoryError):
+            interleave.run([job, job, job])
+        assert len(held) == 3 and [ref() for ref in held] == [None] * 3
 
 
-def test_what_a_job_did_not_end_is_ended():
+def test_what_a_job_did_not_end_is_ended(no_collector):
     """Copies of a forward that was begun and left are freed with the run, without a garbage collection."""
     with emulated_cards(), torch.inference_mode():
         _, bridge = _make(HALVES)
@@ -268,13 +262,8 @@ def test_what_a_job_did_not_end_is_ended():
             bridge.begin()
             held.append(weakref.ref(bridge.move(source, NEXT)))
 
-        gc.collect()
-        gc.disable()
-        try:
-            Interleave(bridge).run([job, job])
-            assert len(held) == 2 and [ref() for ref in held] == [None, None]
-        finally:
-            gc.enable()
+        Interleave(bridge).run([job, job])
+        assert len(held) == 2 and [ref() for ref in held] == [None, None]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -371,15 +360,6 @@ def test_jobs_see_what_torch_keeps_per_thread(mode, autocast):
 
 
 # Simulated streams --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    machine = SimulatedMachine(4)
-    monkeypatch.setattr(
-        EmulatedTensor, "record_stream", lambda tensor, stream: machine.used_on.append((tensor, stream)), raising=False
-    )
-    return machine
 
 
 def _makespan(machine, devices, count, *, interleave, copy_cost=0.0):

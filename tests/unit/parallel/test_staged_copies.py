@@ -8,7 +8,7 @@ from devicebridge.parallel import staged_copies as staged_module
 from devicebridge.parallel.staged_copies import SideStreams, copies_between
 from devicebridge.parallel.transfer import settle
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
-from devicebridge.tests.streams import SimulatedMachine, SimulatedStream, is_view
+from devicebridge.tests.streams import SimulatedMachine, is_view
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HOME, NEXT = CARDS[:2]
@@ -51,15 +51,6 @@ class HostClock(TorchDispatchMode):
         for x in tensors:
             self.read_until[_place(x)] = stream.busy_until
         return out
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> SimulatedMachine:
-    made = SimulatedMachine(2)
-    monkeypatch.setattr(
-        EmulatedTensor, "record_stream", lambda tensor, stream: made.used_on.append((tensor, stream)), raising=False
-    )
-    return made
 
 
 def _product(rows: int = 16, device: torch.device = HOME) -> torch.Tensor:
@@ -153,7 +144,6 @@ def test_only_pairs_that_are_known_to_have_no_access_go_through_the_host(monkeyp
 
 
 def test_pairs_with_access_copy_directly_beside_one_that_has_none(machine, monkeypatch) -> None:
-    machine.default |= {CARDS[2]: SimulatedStream(machine, CARDS[2])}
     monkeypatch.setattr(staged_module, "has_peer_access", lambda *pair: pair != (HOME, NEXT))
     with emulated_cards(3) as cards, machine.installed():
         tensor, arrivals, copies = _product(), {}, copies_between(CARDS[:3])

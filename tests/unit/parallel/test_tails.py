@@ -11,9 +11,9 @@ from devicebridge.parallel.block_lists import parts_of_tail, tail_parameters
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
-from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.placed import apply_block_split
-from devicebridge.tests.streams import Clock, SimulatedMachine
+from devicebridge.tests.streams import Clock
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -196,20 +196,10 @@ def test_a_tail_at_home_is_left_as_it_is():
         assert model.table.device == CARDS[0] and not {"_prepare", "_finish"} & vars(model).keys()
 
 
-def _races(name, monkeypatch, **changes):
-    monkeypatch.setattr(EmulatedTensor, "record_stream", lambda tensor, stream: None, raising=False)
-    machine = SimulatedMachine(3)
+@pytest.mark.parametrize(("name", "changes"), [("methods", {}), ("modules", {}), ("modules", {"mixes_early": False})])
+def test_what_a_tail_reads_and_what_is_computed_with_before_the_blocks_is_there_in_time(name, changes, machine):
     with emulated_cards(3), machine.installed():
         model, split = _split(name, CARDS[:3], **changes)
         with Clock(machine, 0.0) as clock:
             Pipeline(model, split.bridge, ahead=0).run(_batches(model, 8))
-        return clock.races
-
-
-def test_what_a_tail_reads_is_there_in_time(monkeypatch):
-    assert _races("methods", monkeypatch) == 0
-
-
-def test_what_is_computed_with_before_the_blocks_is_waited_for(monkeypatch):
-    assert _races("modules", monkeypatch) == 0
-    assert _races("modules", monkeypatch, mixes_early=False) > 0
+    assert (clock.races > 0) is bool(changes)

@@ -7,7 +7,6 @@ described classes have: packed linears, norms of heads and over all heads, gathe
 import contextlib
 import copy
 import dataclasses
-import gc
 import threading
 import time
 import weakref
@@ -414,7 +413,7 @@ def _until_failed(parallel: Any) -> None:
 
 
 @pytest.mark.parametrize("fails", ["", "at once", "while home waits"])
-def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
+def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x, no_collector) -> None:
     model, seen = make_model(), []
     parallel = divide(model, 3)
     for own, others in parallel._shards.values():
@@ -426,15 +425,10 @@ def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
     if fails == "while home waits":
         home: Any = parallel._shards[model.blocks[2]][0].block.linear2
         home.register_forward_hook(lambda *_: _until_failed(parallel))
-    gc.collect()
-    gc.disable()
-    try:
-        with contextlib.suppress(MemoryError):  # what pytest.raises catches it keeps, with all frames
-            run(parallel, model, x)
-            assert not fails
-        assert len(seen) >= 6 and not [ref for ref in seen if ref() is not None]
-    finally:
-        gc.enable()
+    with contextlib.suppress(MemoryError):  # what pytest.raises catches it keeps, with all frames
+        run(parallel, model, x)
+        assert not fails
+    assert len(seen) >= 6 and not [ref for ref in seen if ref() is not None]
 
 
 def test_a_block_called_outside_its_forward_is_refused(x) -> None:

@@ -4,17 +4,10 @@ import pytest
 import torch
 from devicebridge.parallel.staged_copies import SideStreams
 from devicebridge.parallel.transfer import CurrentStreams, Versioned, settle
-from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
-from devicebridge.tests.streams import Clock, SimulatedMachine
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.streams import Clock
 
 HOME, NEXT, THIRD = CARDS[:3]
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> SimulatedMachine:
-    made = SimulatedMachine(3)
-    monkeypatch.setattr(EmulatedTensor, "record_stream", lambda tensor, stream: None, raising=False)
-    return made
 
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, torch.enable_grad])

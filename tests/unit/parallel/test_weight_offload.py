@@ -8,7 +8,6 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.offload.copies import CopyStreams
 from devicebridge.parallel.placement import block_names, place_offloaded, plan_manual, spread_offloaded
@@ -19,7 +18,7 @@ from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, l
 from devicebridge.tests.placed import apply_block_split, apply_weight_offload, place
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.streams import SimulatedMachine, is_view
-from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
+from devicebridge.tests.tiny_split import assert_same, losses_of, make_micro_batches, make_tiny_split, outcome
 from devicebridge.training.adapter import apply_lora
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,21 +54,9 @@ def _build(name, cards, *, offloaded=(), kept=(), cuts=None, scheme=None, dropou
     return built
 
 
-def _run(built, name, count, kind=None):
-    """Losses of a step; gradients are added up."""
+def _run(built, name, count, ahead=None):
     batches = make_micro_batches(built.model, name, count, built.split.main_device)
-    if kind is not None:
-        return [on_cpu(loss) for loss in Pipeline(built.model, built.split.bridge, ahead=1).run(batches)]
-    losses = []
-    for batch in batches:
-        loss = batch.forward(batch.prepare())
-        loss.backward()
-        losses.append(on_cpu(loss))
-    return losses
-
-
-def _gradients(built):
-    return {name: on_cpu(parameter.grad) for name, parameter in built.lora.parameters().items()}
+    return losses_of(built.split, batches, ahead)
 
 
 def _evaluate(built, name):
@@ -83,15 +70,12 @@ def _evaluate(built, name):
 _KNOWN = {}
 
 
-def _step(name, cards, *, kind=None, count=2, **settings):
+def _step(name, cards, *, ahead=None, count=2, **settings):
     """Two steps with an evaluation between -> losses, gradients and the cards' random states."""
     with emulated_cards(4):
         built = _build(name, cards, **settings)
-        losses = _run(built, name, count, kind)
-        losses += _evaluate(built, name)
-        losses += _run(built, name, count, kind)
-        states = [torch.lazy.get_rng_state(card) for card in cards]
-        return losses, _gradients(built), states
+        losses = [*_run(built, name, count, ahead), *_evaluate(built, name), *_run(built, name, count, ahead)]
+        return outcome(losses, lora=built.lora, cards=cards)
 
 
 def _resident(name, cards, **settings):
@@ -99,13 +83,6 @@ def _resident(name, cards, **settings):
     if key not in _KNOWN:
         _KNOWN[key] = _step(name, cards, **settings)
     return _KNOWN[key]
-
-
-def _assert_equal(found, expected):
-    assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
-    assert found[1].keys() == expected[1].keys() and all(g.abs().sum() > 0 for g in expected[1].values())
-    assert all(torch.equal(gradient, expected[1][n]) for n, gradient in found[1].items())
-    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
 
 
 def test_offloaded_blocks_are_spread_over_those_that_are_recomputed():
@@ -126,27 +103,25 @@ def test_each_device_has_its_own():
 
 
 @pytest.mark.parametrize(
-    ("name", "cards", "kind", "settings"),
+    ("name", "cards", "ahead", "settings"),
     [
         ("flux2", 1, None, {"offloaded": (6,)}), ("flux2", 1, None, {"offloaded": (3,), "kept": (2,)}),
         pytest.param("flux2", 2, None, {"offloaded": (3, 2), "dropout": 0.5}, marks=pytest.mark.long),
-        ("flux2", 2, "1f1b", {"offloaded": (3, 2), "dropout": 0.5}),
-        ("flux2", 2, "1f1b", {"offloaded": (0, 4), "kept": (1, 0), "cuts": [2]}),
-        ("flux2", 3, "1f1b", {"offloaded": (1, 0, 3), "cuts": [1, 3]}), ("wan", 2, "1f1b", {"offloaded": (3, 3)}),
+        ("flux2", 2, 1, {"offloaded": (3, 2), "dropout": 0.5}),
+        ("flux2", 2, 1, {"offloaded": (0, 4), "kept": (1, 0), "cuts": [2]}),
+        ("flux2", 3, 1, {"offloaded": (1, 0, 3), "cuts": [1, 3]}), ("wan", 2, 1, {"offloaded": (3, 3)}),
         pytest.param("flux1", 1, None, {"offloaded": (4,)}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
-def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, cards, kind, settings):
-    found = _step(name, CARDS[:cards], kind=kind, **settings)
-    _assert_equal(
-        found, _resident(name, CARDS[:cards], dropout=settings.get("dropout", 0.0), cuts=settings.get("cuts"))
-    )
+def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, cards, ahead, settings):
+    found = _step(name, CARDS[:cards], ahead=ahead, **settings)
+    assert_same(found, _resident(name, CARDS[:cards], dropout=settings.get("dropout", 0.0), cuts=settings.get("cuts")))
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("fp8-compute", marks=pytest.mark.long), "int8-compute", "fp8"])
 def test_8_bit_linears_stream(scheme):
     expected = _resident("flux2", CARDS[:2], scheme=scheme)
-    _assert_equal(_step("flux2", CARDS[:2], kind="1f1b", offloaded=(3, 3), scheme=scheme), expected)
+    assert_same(_step("flux2", CARDS[:2], ahead=1, offloaded=(3, 3), scheme=scheme), expected)
 
 
 def test_dora_is_exported_from_weights_in_host_memory():
@@ -169,22 +144,20 @@ def _fewest(accesses):
     return count
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage", "turns"), [(None, 1, "fbfbfb"), ("1f1b", 1, "fbfbfb"), ("1f1b", 0, "fffbbb")]
-)
-def test_copies_are_those_of_theory(kind, stage, turns):
+@pytest.mark.parametrize(("ahead", "stage", "turns"), [(None, 1, "fbfbfb"), (1, 1, "fbfbfb"), (1, 0, "fffbbb")])
+def test_copies_are_those_of_theory(ahead, stage, turns):
     """A forward and a backward together copy 2 (n - 2) blocks: those at the turns are there already."""
     with emulated_cards(2) as cards:
         built = _build("flux2", CARDS[:2], offloaded=((4, 0), (0, 4))[stage], cuts=[(4, 2)[stage]])
         before = len(cards.copies)
-        _run(built, "flux2", 3, kind)
+        _run(built, "flux2", 3, ahead)
         accesses = [i for turn in turns for i in (range(4) if turn == "f" else reversed(range(4)))]
         assert built.offload.num_copies == _fewest(accesses)
         sizes = {block.host.tensor.nbytes for block in built.offload._blocks.values()}
         seen = [copy for copy in cards.copies[before:] if copy.num_bytes in sizes and len(copy.shape) == 1]
         assert len(seen) == built.offload.num_copies
         assert {(copy.source, copy.target) for copy in seen} == {(CPU, CARDS[stage])}  # nothing comes back
-        if kind is None:
+        if ahead is None:
             already = built.offload.num_copies
             _run(built, "flux2", 1)
             assert built.offload.num_copies - already == 2 * (4 - 2)
@@ -319,7 +292,7 @@ def test_a_graph_that_would_hold_weights_is_refused(how):
 def test_after_an_error_the_next_step_is_right(at, monkeypatch):
     with emulated_cards(1):
         built = _build("flux2", CARDS[:1], offloaded=(6,))
-        expected = _run(built, "flux2", 1), _gradients(built)
+        expected = outcome(_run(built, "flux2", 1), built.lora, ())
         for parameter in built.lora.parameters().values():
             parameter.grad = None
         calls = []
@@ -343,8 +316,7 @@ def test_after_an_error_the_next_step_is_right(at, monkeypatch):
                 _run(built, "flux2", 1)
         for parameter in built.lora.parameters().values():
             parameter.grad = None
-        found = _run(built, "flux2", 1), _gradients(built)
-        _assert_equal((*found, []), (*expected, []))
+        assert_same(outcome(_run(built, "flux2", 1), built.lora, ()), expected)
 
 
 def test_memory_that_cannot_be_pinned_is_asked_for_once(monkeypatch):
@@ -423,7 +395,7 @@ def test_compiled_blocks_are_compiled_no_more_often(scheme):
         results.append((losses, {n: p.grad for n, p in lora.parameters().items() if "lora_B" in n}, []))
         handle.remove()
     assert counts[0] == counts[1] > 0
-    _assert_equal(results[1], results[0])
+    assert_same(results[1], results[0])
     assert offload.num_copies > 20
 
 
