@@ -98,13 +98,9 @@ def parts_of_tail(model: nn.Module, family: ModelFamily) -> tuple[list[nn.Module
 
 
 def find_block_lists(model: nn.Module) -> tuple[str, ...]:
-    """fqns of the lists of blocks in a model nobody described, in registration order; for relay transport only.
-
-    A list is a ModuleList or ModuleDict child with two entries of one class, or with most of the bytes. If there is
-    none, the child that holds most of the bytes is searched.
-
-    Raises: ValueError that says what was looked for and what is there.
-    """
+    """fqns of the lists of blocks in a model nobody described, in registration order; for relay transport only. A list
+    is a ModuleList or ModuleDict child with two entries of one class, or with most of the bytes. If there is none, the
+    child that holds most of the bytes is searched. Raises: ValueError that says what is there."""
     name, module, total = "", model, max(_num_bytes(model), 1)
     while True:
         shares, found = dict[str, float](), list[str]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -84,12 +84,7 @@ class Placement:
 
     def device_of(self, fqn: str) -> torch.device:
         """Device of a module or parameter by its name in the model: its block's or the tail's, else the main device."""
-        parts = fqn.split(".")
-        for length in range(1, len(parts) + 1):
-            device = self._device_by_block.get(".".join(parts[:length]))
-            if device is not None:
-                return device
-        return self.main_device
+        return self._device_by_block.get(owner_of(fqn, self._device_by_block), self.main_device)
 
     def describe(self) -> str:
         """ "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
@@ -99,6 +94,11 @@ class Placement:
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}{shared}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
+
+
+def owner_of(fqn: str, names: Container[str]) -> str:
+    """The first of these names that a module or parameter is in; "" for none."""
+    return next((name for name in accumulate(fqn.split("."), "{}.{}".format) if name in names), "")
 
 
 def ratio(shares: Sequence[float]) -> str:

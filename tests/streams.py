@@ -121,6 +121,43 @@ class Clock(TorchDispatchMode):
         return out
 
 
+class HostClock(TorchDispatchMode):
+    """A time for every copy to the host (1), from the host, and for products; counts what begins to read before it is
+    there, or overwrites what is being read."""
+
+    def __init__(self, machine, from_host_s, product_s=1.0):
+        super().__init__()
+        self.machine, self.races = machine, 0
+        self.from_host_s, self.product_s = from_host_s, product_s
+        self.held = []  # or other tensors would get the places of those that are gone
+        self.there, self.read_until = {}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.held += [out, *args]
+        given = args[1:] if func is torch.ops.aten.copy_.default else args
+        read = [x for x in torch.utils._pytree.tree_leaves((given, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        cards = [x.device for x in (*read, *made) if isinstance(x, EmulatedTensor)]
+        if not cards or is_view(func):
+            return out
+        stream = self.machine.current_stream(cards[0])
+        start = stream.busy_until
+        self.races += any(self.there.get(place_of(x), 0.0) > start for x in read)
+        self.races += any(self.read_until.get(place_of(x), 0.0) > start for x in made)
+        if func is torch.ops.aten.copy_.default:
+            stream.busy_until += 1.0 if out.device.type == "cpu" else self.from_host_s
+        stream.busy_until += self.product_s * (func in KERNELS)
+        self.there |= dict.fromkeys(map(place_of, made), stream.busy_until)
+        self.read_until |= dict.fromkeys(map(place_of, read), stream.busy_until)
+        return out
+
+
+def place_of(tensor):
+    data = tensor.data_on_cpu if isinstance(tensor, EmulatedTensor) else tensor
+    return data.untyped_storage().data_ptr()
+
+
 def is_view(func):
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write

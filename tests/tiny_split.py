@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local.block_split import BlockSplit
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
@@ -37,16 +38,22 @@ def make_tiny_split(
     if scheme is not None:
         model.requires_grad_(False)
         apply_quantization(model, family, QuantizeSettings(scheme))  # type: ignore[arg-type]
-    handle = apply_lora(model, family, LoraSettings(rank=2, alpha=3, **lora), seed=1)
-    for parameter in handle.parameters().values():
-        generator = torch.Generator().manual_seed(parameter.numel())
-        with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    handle = random_lora(model, family, **lora)
     model.train()
     if checkpointing:
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
         split.keep_activations(kept)
     return model, split, handle
+
+
+def random_lora(model: torch.nn.Module, family: ModelFamily, seed: int = 1, **settings: Any) -> LoraHandle:
+    """One that is not zero: a fresh B would hide a wrong gradient of A."""
+    handle = apply_lora(model, family, LoraSettings(rank=2, alpha=3, **settings), seed=seed)
+    with torch.no_grad():
+        for parameter in handle.parameters().values():
+            generator = torch.Generator().manual_seed(parameter.numel() + seed)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    return handle
 
 
 def make_batches_for(

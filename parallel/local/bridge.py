@@ -45,7 +45,7 @@ class Traffic:
 
 
 class Bridge:
-    """Brings activations to blocks that live on several devices; the blocks themselves are put there by others.
+    """Brings activations to blocks that live on several devices.
 
     Args:
         blocks: block -> its device, in execution order. main_device: of everything else.

@@ -230,8 +230,7 @@ def _correct_norm(
     return output.mul_((own / (sum_of(squares) + eps)).sqrt())
 
 
-# ---- rows of all ranks gathered on each, with a backward: the gradient of a row returns to the rank that has it, which
-# adds up what it is given in the order of ranks. The loss of the first rank counts alone (`uncounted`).
+# ---- rows of all ranks gathered on each. The loss of the first rank counts alone (`uncounted`).
 
 
 @functools.cache

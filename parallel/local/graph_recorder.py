@@ -33,12 +33,9 @@ def graphs_on(devices: Sequence[torch.device], copies: SideStreams, addresses: A
 
 
 class GraphRecorder:
-    """Records on several CUDA cards, the first of which launches the graphs. Tests have another for other devices.
-
-    All graphs share pools of memory, so each must be launched behind the one before. Allocations of a thread on the
-    further cards come from a pool of its own: torch's allocator tells by the thread what belongs to a recording there,
-    and other threads may allocate meanwhile.
-    """
+    """Records on several CUDA cards, the first of which launches the graphs. These share pools of memory, so each must
+    be launched behind the one before. Allocations of a thread on the further cards come from a pool of its own: torch's
+    allocator tells by the thread what belongs to a recording there, and other threads may allocate meanwhile."""
 
     def __init__(self, devices: Sequence[torch.device], side_streams: SideStreams) -> None:
         self._devices, self._side_streams = tuple(devices), side_streams

@@ -46,12 +46,11 @@ Addresses = Callable[[nn.Module, torch.device], tuple[int, ...] | None]
 
 @dataclass(eq=False)
 class _Card:
-    """What one card reads and writes in a graph. Args: inputs: where it reads. written: numbers of those that it writes
-    to. outputs: each is the number of the input that it is, or where it lies."""
+    """What one card reads and writes in a graph."""
 
-    inputs: list[torch.Tensor]
-    written: list[int] = field(default_factory=list)
-    outputs: list[int | torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor]  # where it reads
+    written: list[int] = field(default_factory=list)  # numbers of those that it writes to
+    outputs: list[int | torch.Tensor] = field(default_factory=list)  # the number of the input that it is, or its place
 
     def compute(self, part: Callable[..., Any], call: Call) -> None:
         """Compute on the inputs, and bring the outputs to where they are to lie. Raises: RuntimeError if that is where
@@ -74,14 +73,11 @@ class _Card:
 
 @dataclass(eq=False)
 class _Graph:
-    """Args: key: of the call. addresses: of the weights. reads: by card the options that the block looked up, and their
-    keys. outputs: by card what it returns, with other tensors."""
-
-    key: Any
-    addresses: list[tuple[int, ...]]
+    key: Any  # of the call
+    addresses: list[tuple[int, ...]]  # of the weights
     cards: list[_Card]
-    reads: list[dict[Any, Any]] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    reads: list[dict[Any, Any]] = field(default_factory=list)  # by card the options that the block looked up
+    outputs: list[Any] = field(default_factory=list)  # by card what it returns, with other tensors
     replay: Callable[[], None] = lambda: None
 
 

@@ -135,19 +135,13 @@ class Pipeline(Runner, Traffic):
 
 @dataclass(eq=False)
 class _Border:
-    """Where a stage's backward starts.
-
-    Args:
-        start: a scalar: the loss, or what stands for a tensor that crossed and hands out `gradients` there.
-        goes_to: the stage with the tensor's copy; None for the loss.
-        arrived: the copy's gradient, until it is sent back.
-    """
+    """Where a stage's backward starts."""
 
     stage: int
-    start: torch.Tensor
-    goes_to: int | None = None
+    start: torch.Tensor  # a scalar: the loss, or what stands for a tensor that crossed and hands out `gradients` there
+    goes_to: int | None = None  # the stage with the tensor's copy; None for the loss
     gradients: list[torch.Tensor] = field(default_factory=list)
-    arrived: torch.Tensor | None = None
+    arrived: torch.Tensor | None = None  # the copy's gradient, until it is sent back
 
 
 class _Arrival(torch.autograd.Function):
@@ -167,13 +161,12 @@ class _Arrival(torch.autograd.Function):
 
 @dataclass
 class _Flight:
-    """One microbatch on its way. stage: where its forward is; None while it waits for one, and in its backward, when
-    what the bridge moves in this thread is not its own.
-    """
+    """One microbatch on its way."""
 
     index: int
     order: StageOrder
     is_alone: bool = False
+    # Where its forward is; None while it waits for one, and in its backward, when what the bridge moves is not its own.
     stage: int | None = None
     borders: list[_Border] = field(default_factory=list)
     arrivals: Arrivals = field(default_factory=dict)

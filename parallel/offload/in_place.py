@@ -11,8 +11,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +27,11 @@ from .recompute import put_back
 _Kind = tuple[torch.dtype, int]  # of a saved tensor: type and number of dimensions
 
 
-@dataclass(frozen=True)
-class Writes:
-    """What one block writes into when it is called in one way. Args: arguments: which of the tensors it is called with,
-    by number, it needs copies of. saved: of every tensor that autograd saves meanwhile, in order: its kind, and whether
-    it is written to later."""
+class Writes(NamedTuple):
+    """What one block writes into when it is called in one way."""
 
-    arguments: frozenset[int]
-    saved: tuple[tuple[_Kind, bool], ...]
+    arguments: frozenset[int]  # which of the tensors it is called with, by number, it needs copies of
+    saved: tuple[tuple[_Kind, bool], ...]  # of each that autograd saves: its kind, and whether it is written to later
 
     @property
     def num_copied(self) -> int:

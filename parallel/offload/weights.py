@@ -17,6 +17,7 @@ from torch import nn
 
 from ...patches.hooks import HookSet, tensors_reached
 from ..devices import CPU, synchronize
+from ..placement import owner_of
 from .copies import PinnedBuffer, Slots, SlotTensor, lay_out
 from .recompute import is_recomputing
 
@@ -66,13 +67,13 @@ class WeightOffload:
         self._model = model
         self._waiting = {name: set() for name in self.places}
         for layer in layers:
-            if (name := self._block_of(layer)) is not None:
+            if name := owner_of(layer, self.places):
                 self._waiting[name].add(layer)
 
     def finish(self, layer: str) -> None:
         """Bring the large weights of a layer, which are final, to the host; a no-op outside offloaded blocks."""
-        name = self._block_of(layer)
-        if name is None:
+        name = owner_of(layer, self.places)
+        if not name:
             return
         assert self._model is not None
         module = self._model.get_submodule(layer)
@@ -85,12 +86,7 @@ class WeightOffload:
 
     def takes(self, fqn: str, num_bytes: int) -> bool:
         """Whether a frozen tensor of this name and size will be in host memory."""
-        return num_bytes >= SMALLEST_BYTES and self._block_of(fqn) is not None
-
-    def _block_of(self, fqn: str) -> str | None:
-        parts = fqn.split(".")
-        names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        return next((name for name in names if name in self.places), None)
+        return num_bytes >= SMALLEST_BYTES and bool(owner_of(fqn, self.places))
 
     @torch.no_grad()
     def _pack(self, name: str) -> None:

@@ -11,7 +11,7 @@ from devicebridge.parallel.offload import activations, copies
 from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
-from devicebridge.tests.streams import Clock, SimulatedMachine
+from devicebridge.tests.streams import Clock, SimulatedMachine, place_of
 from devicebridge.tests.tiny_split import assert_same, losses_of, make_micro_batches, make_tiny_split, outcome
 from devicebridge.tests.toy import TINY
 from torch import nn
@@ -280,29 +280,25 @@ class _Watch(Clock):
             self.races += start < self.host_ready.get(host, 0.0)
             self.unsafe += start < self.machine.default[card.device].busy_until  # its memory may be in use until now
             self.host_read[host] = end
-            self.arrives[_place(card)] = end
+            self.arrives[place_of(card)] = end
         else:
             self.races += start < self.ready.get(card, 0.0)
             self.races += start < self.host_read.get(host, 0.0)  # the buffer is still being read
             self.host_ready[host] = end
         stream.busy_until = end
-        weakref.finalize(card.data_on_cpu.untyped_storage(), self._freed, card.device, end, _place(card))
+        weakref.finalize(card.data_on_cpu.untyped_storage(), self._freed, card.device, end, place_of(card))
         return func(*args, **(kwargs or {}))
 
     def _reads_too_early(self, func, args):
         if func._schema.returns and func._schema.returns[0].alias_info is not None:
             return False  # a view
         read = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, EmulatedTensor)]
-        return any(self.machine.current_stream(x.device).busy_until < self.arrives.get(_place(x), 0.0) for x in read)
+        return any(self.machine.current_stream(x.device).busy_until < self.arrives.get(place_of(x), 0.0) for x in read)
 
     def _freed(self, device, end, place):
         """Memory goes to whatever the compute stream does next."""
         self.unsafe += self.machine.default[device].busy_until < end
         self.arrives.pop(place, None)
-
-
-def _place(tensor):
-    return tensor.data_on_cpu.untyped_storage().data_ptr()
 
 
 def _simulated(copy_cost, *, store=True):

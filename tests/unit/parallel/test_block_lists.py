@@ -94,27 +94,16 @@ class _Unknown(nn.Module):
             self.add_module(name, child)
 
 
-def test_lists_and_dicts_of_alike_blocks_are_found_in_registration_order() -> None:
-    model = _Unknown(
-        front=nn.Linear(8, 8), trunk=nn.ModuleDict({"x": nn.Linear(8, 8), "y": nn.Linear(8, 8)}), late=_blocks(3)
-    )
-    assert find_block_lists(model) == ("trunk", "late")
-
-
-def test_a_list_of_different_modules_counts_if_it_holds_most_of_the_weights() -> None:
-    mixed = nn.ModuleList([nn.Linear(32, 32), nn.Conv1d(32, 32, 3)])
-    assert find_block_lists(_Unknown(front=nn.Linear(4, 4), trunk=mixed)) == ("trunk",)
+def test_lists_of_alike_blocks_or_with_most_of_the_weights_are_found_in_registration_order() -> None:
+    mixed, front = nn.ModuleList([nn.Linear(32, 32), nn.Conv1d(32, 32, 3)]), nn.Linear(8, 8)
+    trunk = nn.ModuleDict({"x": nn.Linear(8, 8), "y": nn.Linear(8, 8)})
+    assert find_block_lists(_Unknown(front=front, trunk=trunk, late=_blocks(3))) == ("trunk", "late")
+    assert find_block_lists(_Unknown(front=front, trunk=mixed)) == ("trunk",)
     with pytest.raises(ValueError, match="so there is nothing to split"):
         find_block_lists(_Unknown(front=nn.Linear(128, 128), trunk=mixed))
-
-
-def test_small_lists_are_left_alone() -> None:
     assert find_block_lists(_Unknown(embedders=_blocks(4, width=2), trunk=_blocks(4, width=16))) == ("trunk",)
-
-
-def test_a_model_inside_the_model_is_searched() -> None:
-    inner = _Unknown(embed=nn.Linear(8, 8), layers=_blocks(4, width=32))
-    assert find_block_lists(_Unknown(front=nn.Linear(8, 8), decoder=inner)) == ("decoder.layers",)
+    inner = _Unknown(embed=nn.Linear(8, 8), layers=_blocks(4, width=32))  # a model inside the model is searched
+    assert find_block_lists(_Unknown(front=front, decoder=inner)) == ("decoder.layers",)
 
 
 def test_works_on_meta_tensors_and_counts_buffers() -> None:

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.placed import apply_block_split, place
+from devicebridge.tests.tiny_split import random_lora
 from devicebridge.tests.toy import TINY
-from devicebridge.training.adapter import apply_lora
 
 FAMILY_NAMES = sorted(FAMILIES)
 HOME, NEXT = CARDS[:2]
@@ -20,21 +19,13 @@ def _forward(model, name, device="cpu", seed=0):
     return family.read_prediction(model(**inputs, return_dict=False)[0], TINY[name].make_latents(seed=seed))
 
 
-def _placement(model, name, cut=None, cards=CARDS[:2]):
-    names = block_names(model, FAMILIES[name])
-    cuts = [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)] if cut is None else [cut]
-    return plan_manual(names, list(cards), cuts)
-
-
-def _make(name, *, lora=False, checkpointing=False, cards=CARDS[:2], cut=None):
-    model = TINY[name].make_model(seed=0)
-    split = apply_block_split(model, FAMILIES[name], _placement(model, name, cut=cut, cards=cards))
+def _make(name, *, lora=False, checkpointing=False, cards=CARDS[:2]):
+    model, family = TINY[name].make_model(seed=0), FAMILIES[name]
+    names = block_names(model, family)
+    cuts = [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)]
+    split = apply_block_split(model, family, plan_manual(names, list(cards), cuts))
     if lora:
-        handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2, alpha=3), seed=1)
-        for parameter in handle.parameters().values():
-            generator = torch.Generator().manual_seed(parameter.numel())
-            with torch.no_grad():  # B starts at zero, which would hide a wrong gradient of A
-                parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+        random_lora(model, family)
     model.train()
     if checkpointing:
         model.enable_gradient_checkpointing(split.checkpoint)
@@ -99,19 +90,18 @@ def test_each_constant_crosses_once_and_activations_come_home_once(name):
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_remove_leaves_no_trace(name):
-    model = TINY[name].make_model(seed=0)
-    before = _forward(model, name)
-    hooks = {n: _hook_counts(m) for n, m in model.named_modules()}
-    attributes = {n: sorted(vars(m)) for n, m in model.named_modules()}
+    untouched = TINY[name].make_model(seed=0).train()
+    hooks = {n: _hook_counts(m) for n, m in untouched.named_modules()}
+    attributes = {n: sorted(vars(m)) for n, m in untouched.named_modules()}
     with emulated_cards():
-        split = apply_block_split(model, FAMILIES[name], _placement(model, name))
+        model, split = _make(name)
         assert {str(p.device) for p in model.parameters()} == {"lazy:0", "lazy:1"}
         split.remove()
         split.remove()
     assert {n: _hook_counts(m) for n, m in model.named_modules()} == hooks
     assert {n: sorted(vars(m)) for n, m in model.named_modules()} == attributes
     place(model, Placement((), (), torch.device("cpu")))
-    assert torch.equal(_forward(model, name), before)
+    assert torch.equal(_forward(model, name), _forward(untouched, name))
 
 
 def _hook_counts(module):

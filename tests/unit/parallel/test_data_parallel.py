@@ -10,8 +10,10 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model, dealt
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
-from devicebridge.tests.replica_cases import make_replica, make_replicas, quantized
+from devicebridge.tests.quantized import apply_quantization
+from devicebridge.tests.replica_cases import make_replica, make_replicas
 from devicebridge.tests.tiny_split import BrokenBackward, make_batches_for
 from devicebridge.tests.toy import TINY
 from torch import nn
@@ -115,7 +117,9 @@ def test_trained_values_are_made_equal_at_once_and_by_sync():
 
 def test_a_copy_is_the_same_model_elsewhere_and_shares_nothing():
     with emulated_cards(2):
-        model = quantized(TINY["flux2"].make_model(seed=0), FAMILIES["flux2"], "int8-compute").to(HOME)
+        model = TINY["flux2"].make_model(seed=0)
+        apply_quantization(model, FAMILIES["flux2"], QuantizeSettings("int8-compute"))
+        model.to(HOME)
         gc.collect()
         before = live_bytes(HOME)
         copied = copy_model(model, NEXT)

@@ -7,50 +7,12 @@ import torch
 from devicebridge.parallel import staged_copies as staged_module
 from devicebridge.parallel.staged_copies import SideStreams, copies_between
 from devicebridge.parallel.transfer import settle
-from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
-from devicebridge.tests.streams import SimulatedMachine, is_view
-from torch.utils._python_dispatch import TorchDispatchMode
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.streams import HostClock
 
 HOME, NEXT = CARDS[:2]
 COPY_S, KERNEL_S = 1.0, 10.0  # of a piece to the host, and of a matrix product
 PIECE_BYTES = 64
-
-
-def _place(tensor: torch.Tensor) -> int:
-    data = tensor.data_on_cpu if isinstance(tensor, EmulatedTensor) else tensor
-    return data.untyped_storage().data_ptr()
-
-
-class HostClock(TorchDispatchMode):
-    """A time for every piece that is copied to or from the host, and for matrix products; counts what begins to read
-    before it is there, or overwrites what is being read."""
-
-    def __init__(self, machine: SimulatedMachine, from_host_s: float = COPY_S) -> None:
-        super().__init__()
-        self.machine, self.from_host_s, self.races = machine, from_host_s, 0
-        self.held: list[Any] = []  # or other tensors would get the places of those that are gone
-        self.there: dict[int, float] = {}
-        self.read_until: dict[int, float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.held += [out, *args]
-        read = [x for x in args[1:] if isinstance(x, torch.Tensor)] if func is torch.ops.aten.copy_.default else args
-        tensors = [x for x in read if isinstance(x, torch.Tensor)]
-        cards = [x.device for x in (*tensors, out) if isinstance(x, EmulatedTensor)]
-        if not cards or is_view(func):
-            return out
-        stream = self.machine.current_stream(cards[0])
-        start = stream.busy_until
-        self.races += any(self.there.get(_place(x), 0.0) > start for x in tensors)
-        self.races += isinstance(out, torch.Tensor) and self.read_until.get(_place(out), 0.0) > start
-        copying = COPY_S if out.device.type == "cpu" else self.from_host_s
-        costs = {torch.ops.aten.copy_.default: copying, torch.ops.aten.mm.default: KERNEL_S}
-        stream.busy_until = start + costs.get(func, 0.0)
-        self.there[_place(out)] = stream.busy_until
-        for x in tensors:
-            self.read_until[_place(x)] = stream.busy_until
-        return out
 
 
 def _product(rows: int = 16, device: torch.device = HOME) -> torch.Tensor:
@@ -72,7 +34,7 @@ def test_what_arrives_has_the_bits_of_what_was_sent(machine, shape, dtype) -> No
 
 def test_both_directions_of_the_host_are_in_use_at_once(machine) -> None:
     """Four pieces take the time of five: while one is written to the target, the next one is read."""
-    with emulated_cards(2), machine.installed(), HostClock(machine) as clock:
+    with emulated_cards(2), machine.installed(), HostClock(machine, COPY_S, KERNEL_S) as clock:
         tensor, arrivals = _product(), {}
         copies = SideStreams(None, PIECE_BYTES)
         found = copies.copy(tensor, NEXT, arrivals)
@@ -89,7 +51,7 @@ def test_both_directions_of_the_host_are_in_use_at_once(machine) -> None:
 
 def test_a_buffer_is_filled_again_only_when_the_target_has_read_it(machine) -> None:
     """Where reading from the host is the slower direction."""
-    with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s=3 * COPY_S) as clock:
+    with emulated_cards(2), machine.installed(), HostClock(machine, 3 * COPY_S, KERNEL_S) as clock:
         tensor, arrivals = _product(), {}
         SideStreams(None, PIECE_BYTES).copy(tensor, NEXT, arrivals)
         settle(arrivals)
@@ -99,7 +61,7 @@ def test_a_buffer_is_filled_again_only_when_the_target_has_read_it(machine) -> N
 @pytest.mark.parametrize("from_host_s", [COPY_S, 3 * COPY_S])
 def test_messages_that_are_sent_at_once_both_ways_do_not_overwrite_each_other(machine, from_host_s) -> None:
     """As keys and values of four groups of heads: tensors of two sizes, computed with when their message is there."""
-    with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s=from_host_s) as clock:
+    with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s, KERNEL_S) as clock:
         copies, under_way = SideStreams(None, PIECE_BYTES), []
         there, back = ([[_product(16, each), _product(3, each)] for _ in range(4)] for each in (HOME, NEXT))
         for home, away in zip(there, back, strict=True):

@@ -14,14 +14,13 @@ from devicebridge.parallel.placement import block_names, place_offloaded, plan_m
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
-from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.placed import apply_block_split, apply_weight_offload, place
 from devicebridge.tests.quantized import apply_quantization
-from devicebridge.tests.streams import SimulatedMachine, is_view
+from devicebridge.tests.streams import HostClock, SimulatedMachine
 from devicebridge.tests.tiny_split import assert_same, losses_of, make_micro_batches, make_tiny_split, outcome
 from devicebridge.training.adapter import apply_lora
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOME, NEXT = CARDS[:2]
@@ -195,34 +194,6 @@ def test_a_card_holds_two_slots_and_what_stays():
         assert live_bytes(HOME) == before
 
 
-class _Timed(TorchDispatchMode):
-    """Time on simulated streams: a linear takes 1, the copy of a block `cost`; what a storage holds is ready at a time.
-    A kernel that reads a slot before its copy is done, or a copy that starts before the slot's last reader is done, is
-    a race."""
-
-    def __init__(self, machine, cost):
-        super().__init__()
-        self.machine, self.cost, self.races = machine, cost, 0
-        self.written, self.read = {}, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, EmulatedTensor)]
-        if not tensors or is_view(func):  # a view reads nothing
-            return out
-        stream = self.machine.current_stream(tensors[0].device)
-        keys = [tensor.data_on_cpu.untyped_storage().data_ptr() for tensor in tensors]
-        if func is torch.ops.aten.copy_.default and args[1].device == CPU and args[0].dtype == torch.uint8:
-            self.races += self.read.get(keys[0], 0.0) > stream.busy_until
-            stream.busy_until += self.cost
-            self.written[keys[0]] = stream.busy_until
-            return out
-        self.races += any(self.written.get(key, 0.0) > stream.busy_until for key in keys)
-        stream.busy_until += func in {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
-        self.read |= dict.fromkeys(keys, stream.busy_until)
-        return out
-
-
 class Chain(nn.Module):
     def __init__(self, count, width=32):
         super().__init__()
@@ -252,7 +223,7 @@ def _time_of_a_step(cost, count=12, offloaded=6):
     machine = SimulatedMachine(1)
     with emulated_cards(1), machine.installed():
         model, split, _ = _chain(count, offloaded)
-        with _Timed(machine, cost) as timed:
+        with HostClock(machine, cost) as timed:
             for _ in range(2):
                 start = max(stream.busy_until for stream in [*machine.default.values(), *machine.streams_made])
                 x = torch.ones(4, 32).to(HOME).requires_grad_(True)
