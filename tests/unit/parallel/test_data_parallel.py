@@ -155,19 +155,6 @@ def _batches(replicas, count, inside=lambda index: None, prepare=lambda index: N
     return [make(index) for index in range(count)]
 
 
-def test_two_cards_compute_at_the_same_time():
-    """The first micro-batch waits until the second is under way."""
-    started, waited = threading.Event(), []
-
-    def inside(index):
-        started.set() if index else waited.append(started.wait(timeout=20))
-
-    with emulated_cards(2):
-        replicas = DataParallel([_linear(HOME), _linear(NEXT)])
-        replicas.run(_batches(replicas, 2, inside))
-    assert waited == [True]
-
-
 def test_batches_are_prepared_in_order_and_one_ahead():
     prepared, begun, waiting = [], [], []
 

@@ -13,51 +13,19 @@ import weakref
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.placed import apply_block_split, arrivals_noted, forward_of
 from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.toy import TINY
+from devicebridge.tests.unit.parallel.test_bridge import NUM_CONSTANTS, WIDTH, _make
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 HOME, NEXT, THIRD = CARDS[:3]
-WIDTH = 4
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, constant):
-        return x + self.linear(x) * constant
-
-
-class Model(nn.Module):
-    def __init__(self, num_blocks):
-        super().__init__()
-        self.front, self.tail = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-
-    def forward(self, x):
-        constant = self.front(x).sigmoid()
-        for block in self.blocks:
-            x = block(x, constant)
-        return self.tail(x)
-
-
-def _make(devices, **settings):
-    torch.manual_seed(0)
-    model = Model(len(devices)).to(HOME)
-    blocks = {block.to(device): device for block, device in zip(model.blocks, devices, strict=True)}
-    bridge = Bridge(blocks, HOME, tail=[model.tail], **settings)
-    bridge.attach()
-    return model, bridge
 
 
 def _job(model, bridge, seed):
@@ -390,7 +358,7 @@ def test_what_the_host_moves_inside_a_block_may_be_used_at_once(machine):
         residual, jobs = torch.ones(2, WIDTH).to(HOME), _jobs(model, bridge, 2)
 
         def add(module, args):
-            return args[0] + bridge.move(residual, bridge.current_device), args[1]
+            return args[0] + bridge.move(residual, bridge.current_device), *args[1:]
 
         for block in model.blocks:
             block.register_forward_pre_hook(add)
@@ -408,9 +376,9 @@ def test_side_streams_are_made_once_and_tensors_recorded_on_them(machine):
     for tensor, stream in machine.used_on:
         # a source on the side stream of its own card, a copy on the main stream of its own card
         assert stream.device == tensor.device and (id(stream) in made or stream is machine.default[tensor.device])
-    # x and the constant out, x home: each source and each copy
-    assert len(machine.used_on) == 4 * 3 * 2
-    assert sum(id(stream) in made for _, stream in machine.used_on) == 4 * 3
+    # x and the constants out, x home: each source and each copy
+    assert len(machine.used_on) == 4 * (NUM_CONSTANTS + 2) * 2
+    assert sum(id(stream) in made for _, stream in machine.used_on) == 4 * (NUM_CONSTANTS + 2)
 
 
 def test_jobs_use_the_callers_streams_and_device(machine):

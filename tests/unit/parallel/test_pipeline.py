@@ -206,23 +206,6 @@ def _chain_batches(model, bridge, count, fail_at=None):
     return [MicroBatch(lambda: torch.ones(2, 4), forward) for _ in range(count)]
 
 
-def test_two_cards_compute_at_the_same_time():
-    """The first micro-batch waits on card 1 until the second is on card 0."""
-    started = [threading.Event(), threading.Event()]
-    waited = []
-
-    def start(module, args):
-        next(event for event in started if not event.is_set()).set()
-
-    with emulated_cards(2):
-        model, bridge = _chain([HOME, NEXT])
-        model.blocks[0].register_forward_pre_hook(start)
-        handle = model.blocks[1].register_forward_pre_hook(lambda *_: waited.append(started[1].wait(timeout=20)))
-        Pipeline(model, bridge).run(_chain_batches(model, bridge, 2))
-        handle.remove()
-    assert waited == [True, True]
-
-
 def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, reads=None):
     """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2. reads:
     how the bridge brings what the first block made to the tail."""

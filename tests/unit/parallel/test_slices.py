@@ -103,16 +103,6 @@ def test_it_can_be_written_to_nowhere_by_mistake(part) -> None:
     assert torch.equal(whole, before)
 
 
-def test_a_linear_computes_with_it(part) -> None:
-    whole, generator = _whole(), torch.Generator().manual_seed(1)
-    expected = _expected(whole, part)
-    x = torch.randn(3, expected.shape[1], generator=generator)
-    assert torch.equal(F.linear(x, part.of(whole)), F.linear(x, expected))
-    linear = nn.Linear(expected.shape[1], expected.shape[0], bias=False)
-    linear.weight = nn.Parameter(part.of(whole), requires_grad=False)
-    assert torch.equal(linear(x), F.linear(x, expected))
-
-
 def test_other_functions_work_on_joined_copies(part) -> None:
     whole = _whole()
     found, expected = part.of(whole), _expected(whole, part)

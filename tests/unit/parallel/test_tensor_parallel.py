@@ -10,15 +10,15 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
-from devicebridge.parallel.local import shards, tensor_parallel
-from devicebridge.parallel.local.shards import BlockShard, Slice, divide_block, find_plan, shares_of
+from devicebridge.parallel.local import tensor_parallel
+from devicebridge.parallel.local.shards import BlockShard, divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers, TensorParallel
 from devicebridge.parallel.local.workers import ThreadPool
 from devicebridge.tests.placed import forward_of
@@ -227,36 +227,6 @@ def test_heads_that_share_keys_and_values_stay_together(x) -> None:
         shares_of(block, PLANS[0], (1.0, 1.0, 1.0))
 
 
-@contextlib.contextmanager
-def cut_as_one(linear: str) -> Iterator[list[tuple[Slice, Slice]]]:
-    """Inside, a packed linear is divided as if it were one part: each of two devices alike gets as many features as it
-    should, but all in a row. Yields which slices were replaced, and by what."""
-    cut, replaced = shards._cut, []
-
-    def cut_in_a_row(shard: Any, module: nn.Module, name: str, part: Slice, make: shards.Cut) -> None:
-        if name.rpartition(".")[0] == linear:
-            length = sum(last - first for first, last in part.ranges)
-            start = 0 if part.ranges[0][0] == 0 else length
-            wrong = Slice(part.dim, ((start, start + length),))
-            replaced.append((part, wrong))
-            part = wrong
-        cut(shard, module, name, part, make)
-
-    with mock.patch.object(shards, "_cut", cut_in_a_row):
-        yield replaced
-
-
-@pytest.mark.parametrize("linear", ["linear1", "linear2"])
-def test_a_packed_linear_that_is_cut_in_a_row_computes_something_else(linear, x) -> None:
-    """[q | k | v | gate | up] and [attention | mlp], in slices as long as they should be: no layer would complain."""
-    model = make_model(Fused())
-    expected = model(x)
-    with cut_as_one(linear) as replaced:
-        found = run(divide(model, 2), model, x)
-    assert replaced and all(right != wrong for right, wrong in replaced)
-    assert difference(found, expected) > 0.1
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("make", [Fused, Separate])
 def test_the_devices_hold_the_divided_weights_once(make, size) -> None:
@@ -276,13 +246,6 @@ def test_the_devices_hold_the_divided_weights_once(make, size) -> None:
     whole = {name for name, _ in block.named_parameters()} - set(shards[0].slices)
     for name in whole - {"linear2.bias", "attn.o.bias", "mlp.2.bias"}:
         assert all(torch.equal(shard.block.get_parameter(name), block.get_parameter(name)) for shard in shards)
-
-
-def test_a_bias_behind_a_partial_sum_is_added_once() -> None:
-    block = Fused()
-    shares = shares_of(block, PLANS[0], (1.0, 1.0, 1.0))
-    shards = [divide_block(copy.deepcopy(block), PLANS[0], shares, rank) for rank in range(3)]
-    assert [shard.block.linear2.bias is not None for shard in shards] == [True, False, False]
 
 
 def test_a_linear_of_other_parts_is_refused_by_name() -> None:

@@ -244,6 +244,9 @@ def test_a_group_for_each_rank_or_one_device() -> None:
     here.lengths |= {"e": 2, "none": 0}
     with pytest.raises(OneDeviceError, match="16 rows of img for 3 devices"):
         here.check_counts()
+    here.lengths["e"] = 3
+    with pytest.raises(OneDeviceError, match="16 rows of img are no whole groups of 3"):
+        here.share("img")
 
 
 def test_keys_that_are_read_again_are_gathered_with_the_values_that_are_read_now(toy: Toy) -> None:
@@ -483,16 +486,6 @@ def test_shares_cover_all_rows_once_and_each_rank_has_some() -> None:
             if len({*shares}) == 1 and length > groups:
                 starts = [round(length // groups * rank / len(shares)) * groups for rank in range(len(shares))]
                 assert [first for first, _ in parts] == starts
-
-
-def test_aligned_shares_end_with_a_group() -> None:
-    first, second = (rows_of(rank, aligned="e img") for rank in (0, 1))
-    for here in (first, second):
-        here.lengths["e"] = 4
-    assert (first.share("img"), second.share("img"), first.share("e")) == ((0, 8), (8, 8), (0, 2))
-    first.lengths["e"] = 3
-    with pytest.raises(OneDeviceError, match="16 rows of img are no whole groups of 3"):
-        first.share("img")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

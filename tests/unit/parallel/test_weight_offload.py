@@ -12,7 +12,6 @@ from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.offload.copies import CopyStreams
 from devicebridge.parallel.placement import block_names, place_offloaded, plan_manual, spread_offloaded
 from devicebridge.patches.compile_blocks import apply_compile
-from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.placed import apply_block_split, apply_weight_offload, place
@@ -368,11 +367,3 @@ def test_compiled_blocks_are_compiled_no_more_often(scheme):
     assert counts[0] == counts[1] > 0
     assert_same(results[1], results[0])
     assert offload.num_copies > 20
-
-
-def test_8_bit_layers_of_an_offloaded_block_have_their_scales_on_the_card():
-    with emulated_cards(1):
-        built = _build("flux2", CARDS[:1], scheme="int8-compute", offloaded=(6,))
-        layers = [m for m in built.model.transformer_blocks.modules() if isinstance(m, FrozenLinear8)]
-        assert layers and all(m.weight.device == CPU and m.scale.device == HOME for m in layers)
-        assert all(m.weight.dtype is torch.int8 for m in layers)

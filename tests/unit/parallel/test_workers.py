@@ -24,17 +24,6 @@ def _coordinator():
     return Coordinator(ThreadPool(), [CPU])
 
 
-def test_each_worker_waits_for_a_condition_of_its_own():
-    run, done = _coordinator(), []
-
-    def work(index):
-        with run.when(lambda: len(done) == index):
-            done.append(index)
-
-    run.run([partial(work, index) for index in reversed(range(5))])
-    assert done == list(range(5))
-
-
 def test_the_first_error_is_raised_and_the_others_are_stopped_where_they_wait():
     run, stopped = _coordinator(), []
 
