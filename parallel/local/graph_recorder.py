@@ -75,8 +75,14 @@ class GraphRecorder:
             on_all = partial(
                 self._on_all_cards, run, [partial(self._part, rank, each) for rank, each in enumerate(work)]
             )
-            with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams), _uncollected():
-                graph = _capture(on_all, self._pools[0], self._devices[0])
+            is_collecting = gc.isenabled()
+            gc.disable()  # what the collector finalises may wait for a card, which ends a recording
+            try:
+                with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams):
+                    graph = _capture(on_all, self._pools[0], self._devices[0])
+            finally:
+                if is_collecting:
+                    gc.enable()
             for stream, before in zip(self._streams, current, strict=True):
                 before.wait_stream(stream)
 
@@ -134,18 +140,6 @@ class GraphRecorder:
         finally:
             for index in begun:
                 torch._C._cuda_endAllocateToPool(index, self._pools[rank])
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Inside, the collector finalises nothing that would wait for a card, which ends a recording."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class _Looking(TorchDispatchMode):

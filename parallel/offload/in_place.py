@@ -33,10 +33,6 @@ class Writes(NamedTuple):
     arguments: frozenset[int]  # which of the tensors it is called with, by number, it needs copies of
     saved: tuple[tuple[_Kind, bool], ...]  # of each that autograd saves: its kind, and whether it is written to later
 
-    @property
-    def num_copied(self) -> int:
-        return sum(is_written for _, is_written in self.saved)
-
 
 class InPlaceGuard:
     """Takes the place of a block's forward. Args: passed_by: names of arguments and dict keys that are handed on as
@@ -73,7 +69,7 @@ class InPlaceGuard:
         if self._compiled is not None:
             output = self._compiled(*args, **kwargs)
         else:
-            needs_copies = torch.is_grad_enabled() and writes.num_copied
+            needs_copies = torch.is_grad_enabled() and any(is_written for _, is_written in writes.saved)
             with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
                 output = self._forward_of(is_written=True)(*args, **kwargs)
         if before != [version_of(tensor) for tensor in tensors]:
