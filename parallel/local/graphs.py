@@ -149,13 +149,7 @@ class Graphs:
         held = self._graphs  # release makes another one
         try:
             with Versioned():  # ahead of the block, which may write to what it is given
-                cards = [
-                    _Card([self._place(rank, index, each) for index, each in enumerate(tensors)])
-                    for rank, tensors in enumerate(given)
-                ]
-                graph = _Graph(key, addresses, cards)
-                for card, tensors in zip(cards, given, strict=True):
-                    self._fill(card.inputs, tensors)
+                graph = _Graph(key, addresses, [self._card(rank, tensors) for rank, tensors in enumerate(given)])
         except Exception as error:  # such as too little memory: nothing was computed yet
             self._give_up(block, error)
             return compute()
@@ -174,6 +168,11 @@ class Graphs:
             raise
         self.forget()
         return outputs
+
+    def _card(self, rank: int, tensors: Sequence[torch.Tensor]) -> _Card:
+        places = [self._place(rank, index, tensor) for index, tensor in enumerate(tensors)]
+        self._fill(places, tensors)
+        return _Card(places)
 
     def _give_up(self, block: nn.Module, error: Exception) -> None:
         _log.debug("recording %s failed", type(block).__name__, exc_info=True)
