@@ -145,7 +145,7 @@ class HostClock(TorchDispatchMode):
         start = stream.busy_until
         self.races += any(self.there.get(place_of(x), 0.0) > start for x in read)
         self.races += any(self.read_until.get(place_of(x), 0.0) > start for x in made)
-        if func is torch.ops.aten.copy_.default:
+        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
             stream.busy_until += 1.0 if out.device.type == "cpu" else self.from_host_s
         stream.busy_until += self.product_s * (func in KERNELS)
         self.there |= dict.fromkeys(map(place_of, made), stream.busy_until)
