@@ -58,20 +58,13 @@ def test_gradients_are_central_differences():
         torch.testing.assert_close(each.grad, slope, rtol=1e-6, atol=1e-7)
 
 
-def test_the_block_is_computed_twice_with_the_same_shared_object():
-    block, options = _made(), {"block": 1}
+def test_the_block_is_computed_twice_with_its_hooks_and_the_same_shared_object():
+    block, options, calls = _made(), {"block": 1}, []
+    block.register_forward_hook(lambda *args: calls.append(args))
     checkpoint_calls([block], _recompute, ("options",))
     tensors = [tensor.requires_grad_() for tensor in _inputs()]
     _run(block, *tensors, options).backward()
-    assert len(block.seen) == 2 and all(each is options for each in block.seen)
-
-
-def test_hooks_run_in_the_second_forward_too():
-    block, calls = _made(), []
-    block.register_forward_hook(lambda *args: calls.append(args))
-    checkpoint_calls([block], _recompute, ("options",))
-    _run(block, *(tensor.requires_grad_() for tensor in _inputs()), {}).backward()
-    assert len(calls) == 2
+    assert len(block.seen) == len(calls) == 2 and all(each is options for each in block.seen)
 
 
 def test_a_second_time_wraps_no_second_time():

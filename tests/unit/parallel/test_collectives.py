@@ -98,22 +98,6 @@ def test_threads_at_different_places_are_an_error_for_all() -> None:
     assert {str(error) for error in found} == {text}
 
 
-def test_a_copy_that_cannot_be_made_reaches_the_one_who_sends_it() -> None:
-    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
-        raise MemoryError("no room for the copy")
-
-    group = Collective(2, send)
-
-    def work(rank: int) -> None:
-        try:
-            group.all_gather(rank, "a", torch.zeros(1))
-        except MemoryError as error:
-            group.abort(error)
-            raise
-
-    assert {type(error) for error in _together(2, work)} == {MemoryError}
-
-
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_a_thread_that_has_finished_a_round_is_waited_for_by_nobody(absent) -> None:
     group = Collective(3, _send)

@@ -1,7 +1,6 @@
 """Workers of one run: who is woken, whose error counts, and that each leaves, even one that never began."""
 
 import contextlib
-import contextvars
 import gc
 import threading
 import time
@@ -85,17 +84,6 @@ def test_one_thread_does_one_thing_after_another():
     for _ in range(3):
         _run(pool, lambda: seen.append((threading.get_ident(), threading.current_thread().name)))
     assert len(set(seen)) == 1 and seen[0][1] == "some-work" and seen[0][0] != threading.get_ident()
-
-
-def test_work_runs_in_the_context_of_who_asks():
-    pool, variable, seen = ThreadPool(), contextvars.ContextVar("variable"), []
-    for value in (1, 2):
-        variable.set(value)
-        task = pool.task("some-work", lambda: seen.append(variable.get()))
-        variable.set(0)
-        task.start()
-        task.join()
-    assert seen == [1, 2]
 
 
 def test_nothing_is_held_when_join_returns():
