@@ -4,9 +4,10 @@ There are no CUDA graphs on a CPU. What stands for the recorder computes on the 
 all that graphs fix is fixed there, too.
 """
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -236,13 +237,29 @@ def test_a_weight_that_lies_elsewhere_is_read_there() -> None:
     assert graphs.num_replays == len(model.blocks) - 1
 
 
-def test_where_others_code_may_run_nothing_is_replayed() -> None:
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def switched() -> Iterator[None]:
+    """As a node does for its MODEL, which samples with the same blocks as the MODEL without it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = not before
+    yield
+    matmul.allow_fp16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("kept_by", ["others' code", "a mode", "a switch of torch", "gradients"])
+def test_what_may_change_what_blocks_do_keeps_them_from_being_replayed(kept_by) -> None:
     model, parallel, graphs, _ = ready()
     x = inputs(1)[0]
-    parallel.runs_alone = False
-    run(parallel, model, x)
-    parallel.runs_alone = True
-    with torch.enable_grad(), forward_of(parallel):
+    alone = mock.patch.object(parallel, "runs_alone", kept_by != "others' code")
+    others = {"a mode": Watching, "a switch of torch": switched}
+    mode = torch.enable_grad if kept_by == "gradients" else torch.inference_mode
+    with alone, others.get(kept_by, contextlib.nullcontext)(), mode(), forward_of(parallel):
         model(x)
     assert graphs.num_replays == 0
     run(parallel, model, x)
@@ -321,36 +338,6 @@ def test_where_memory_is_short_before_a_recording_blocks_are_computed(monkeypatc
         assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
     assert not recorder.num_recorded and "not enough memory" in graphs.fault
     assert sum("not enough memory" in record.message for record in caplog.records) == 1
-
-
-def test_switches_of_torch_must_be_those_of_the_recording() -> None:
-    """A node that switches one for its MODEL samples with the same blocks as the MODEL without it."""
-    model, parallel, graphs, _ = ready()
-    x = inputs(1)[0]
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_fp16_reduced_precision_reduction
-    matmul.allow_fp16_reduced_precision_reduction = not before
-    try:
-        run(parallel, model, x)
-    finally:
-        matmul.allow_fp16_reduced_precision_reduction = before
-    assert graphs.num_replays == 0
-    run(parallel, model, x)
-    assert graphs.num_replays == len(model.blocks)
-
-
-def test_a_mode_that_watches_torchs_functions_sees_all_of_them() -> None:
-    class Counting(TorchFunctionMode):
-        times = 0
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.times += func is torch.nn.functional.linear
-            return func(*args, **(kwargs or {}))
-
-    model, parallel, graphs, _ = ready(Separate(), Separate())
-    with Counting() as counting:
-        run(parallel, model, inputs(1)[0])
-    assert graphs.num_replays == 0 and counting.times == 2 + 2 * 2 * 6  # the model's own, and both devices'
 
 
 def test_weights_that_move_at_every_forward_are_not_recorded_at_every_forward() -> None:

@@ -20,7 +20,7 @@ from devicebridge.parallel.local.collectives import Collective, Tensors
 from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.heads import find_heads, groups_for
 from devicebridge.parallel.local.token_graphs import Replays, _led
-from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Rows, TokenParallel
+from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Rows, RowsError, TokenParallel
 from devicebridge.tests.stand_in_recorder import stand_in
 from devicebridge.tests.unit.parallel.test_graphs import where
 from torch import nn
@@ -162,33 +162,27 @@ def test_a_square_mask_is_cut_to_a_ranks_queries(toy: Toy) -> None:
     assert all(near(output, expected) for output in shared(toy, (3, 5), mask=mask))
 
 
-def test_a_mask_of_another_size_is_refused(toy: Toy) -> None:
-    with pytest.raises(RuntimeError, match=r"singles\.0\.attn.*\(1, 16, 7\)"):
-        shared(toy, (1, 1), mask=torch.zeros(1, 16, 7, dtype=torch.float64))
+SINGLES = TokenPlan({"singles": BlockRows("x=x@1 pe=x@1", "attn=y+x")})
+LAYERS = TokenPlan({"layers": BlockRows("x=x@1", "attn=x")})
+IMAGES = TokenPlan({"doubles": BlockRows("img=img@1 txt=img@1", "attn=img")})
 
 
 @pytest.mark.parametrize(
-    ("counts", "shares", "words"),
+    ("error", "words", "more"),
     [
-        ((11, 1), (1, 1), "1 rows of txt for 2 devices"), ((1, 5), (1, 1), "1 rows of img for 2 devices"),
-        ((11, 2), (1, 1, 1), "2 rows of txt for 3 devices"), ((11, 2), (1, 1, 100), "2 rows of txt for 3 devices"),
+        (OneDeviceError, "1 rows of txt for 2 devices", {"counts": (11, 1)}),
+        (OneDeviceError, "1 rows of img for 2 devices", {"counts": (1, 5)}),
+        (OneDeviceError, "2 rows of txt for 3 devices", {"counts": (11, 2), "shares": (1, 1, 1)}),
+        (OneDeviceError, "2 rows of txt for 3 devices", {"counts": (11, 2), "shares": (1, 1, 100)}),
+        (OneDeviceError, r"one row of y\+x", {"plan": SINGLES}), (AttributeError, "Toy.*layers", {"plan": LAYERS}),
+        (RowsError, r"doubles\.0, txt: 5 rows along img.*11.*6", {"plan": IMAGES}),
+        (RowsError, r"singles\.0\.attn.*\(1, 16, 7\)", {"mask": torch.zeros(1, 16, 7).double()}),
+        (RowsError, r"no attention of doubles\.0", {"attend": whole}),
     ],
 )  # fmt: skip
-def test_a_rank_without_rows_is_told(toy: Toy, counts: tuple[int, int], shares: tuple[int, ...], words: str) -> None:
-    with pytest.raises(OneDeviceError, match=words):
-        shared(toy, shares, counts=counts)
-
-
-def test_a_model_without_a_block_of_the_plan_is_told(toy: Toy) -> None:
-    plan = TokenPlan({"layers": BlockRows("x=x@1", "attn=x")})
-    with pytest.raises(AttributeError, match="Toy.*layers"):
-        shared(toy, (1, 1), plan)
-
-
-def test_one_row_of_an_axis_that_no_other_tensor_has_is_told(toy: Toy) -> None:
-    plan = TokenPlan({"singles": BlockRows("x=x@1 pe=x@1", "attn=y+x")})
-    with pytest.raises(OneDeviceError, match=r"one row of y\+x"):
-        shared(toy, (1, 1), plan)
+def test_what_cannot_be_shared_out_by_rows_is_said(toy: Toy, error: Any, words: str, more: dict[str, Any]) -> None:
+    with pytest.raises(error, match=words):
+        shared(toy, **{"shares": (1, 1), **more})
 
 
 class Mixer(nn.Module):
@@ -277,11 +271,6 @@ def test_an_error_while_hooks_are_attached_leaves_none(toy: Toy) -> None:
     assert all(near(each, toy(**inputs(), attend=whole)) for each in forwards(rows))
 
 
-def test_attention_that_goes_past_us_is_an_error(toy: Toy) -> None:
-    with pytest.raises(RuntimeError, match=r"no attention of doubles\.0"):
-        shared(toy, (1, 1), attend=whole)
-
-
 def test_the_first_error_of_a_rank_ends_all(toy: Toy) -> None:
     rows = ranks(toy, (1, 1, 1))
     rows._modules[1].singles[0].attn.qkv.register_forward_pre_hook(mock.Mock(side_effect=KeyError("here")))
@@ -297,12 +286,6 @@ def test_without_a_forward_of_ranks_a_hooked_model_computes_as_before(toy: Toy) 
     assert torch.equal(rows._modules[0](**inputs(), attend=rows.attend), expected)
     rows.remove()
     assert torch.equal(rows._modules[0](**inputs(), attend=whole), expected)
-
-
-def test_rows_of_another_number_are_refused(toy: Toy) -> None:
-    plan = TokenPlan({"doubles": BlockRows("img=img@1 txt=img@1", "attn=img")})
-    with pytest.raises(RuntimeError, match=r"doubles\.0, txt: 5 rows along img.*11.*6"):
-        shared(toy, (1, 1), plan)
 
 
 def heads_one_by_one(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
