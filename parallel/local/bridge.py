@@ -207,7 +207,8 @@ class Bridge:
         with nullcontext() if self.runs_alone else Versioned():
             if self.traffic is None or arrivals is None:
                 return copy_to(tensor, device)
-            return self.traffic.crossed(tensor, self.side_streams.copy(tensor.detach(), device, arrivals))
+            source = tensor.detach() if tensor.requires_grad else tensor
+            return self.traffic.crossed(tensor, self.side_streams.copy(source, device, arrivals))
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
         try:

@@ -43,6 +43,7 @@ class Interleave(Traffic):
                 finally:
                     self.bridge.end()  # whatever the job left
                     self._here.arrivals = None
+                    del self._here.pass_on  # it holds the run, and so the pool of this very thread
 
             run.run([partial(work, *each) for each in enumerate(jobs)], policy.leave)
             return [results[index] for index in range(len(jobs))]
