@@ -133,17 +133,15 @@ def _measure(accelerators: list[Any]) -> list[str]:
 
 
 def _describe_device(device: Any) -> dict[str, Any]:
-    from ..parallel.devices import device_module, free_bytes, total_bytes
+    from ..parallel.devices import device_module, device_title, free_bytes, total_bytes
 
-    module = device_module(device)
-    properties = getattr(module, "get_device_properties", None)
-    capability = getattr(module, "get_device_capability", None) if device.type == "cuda" else None
-    free, total = free_bytes(device), total_bytes(device)
+    capability = getattr(device_module(device), "get_device_capability", None) if device.type == "cuda" else None
+    free, total = (size and round(size / 1e9, 2) for size in (free_bytes(device), total_bytes(device)))
     return {
         "name": str(device),
-        "title": properties(device).name if properties else platform.processor() or platform.machine(),
-        "free_gb": None if free is None else round(free / 1e9, 2),
-        "total_gb": None if total is None else round(total / 1e9, 2),
+        "title": device_title(device) or platform.processor() or platform.machine(),
+        "free_gb": free,
+        "total_gb": total,
         "capability": ".".join(map(str, capability(device))) if capability else None,
     }
 
