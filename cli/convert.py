@@ -331,8 +331,8 @@ def _check(made: Made) -> None:
     except ValueError as error:
         first, *lines = str(error).splitlines()
         named = [(line, re.sub(r"\.\d+", "", line.strip().split(":")[0])) for line in lines]
-        told = [f"{line} ({made.origins[key]})" if key in made.origins else line for line, key in named]
-        raise ValueError("\n".join([f"{made.path}: {first}", *told])) from error
+        said = [f"{line} ({made.origins[key]})" if key in made.origins else line for line, key in named]
+        raise ValueError("\n".join([f"{made.path}: {first}", *said])) from error
 
 
 def _is_file(name: Any) -> bool:
