@@ -187,9 +187,6 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-# ---- what works
-
-
 _TRAINING = ("torch", "diffusers", "peft", "safetensors", "pydantic", "tomlkit")
 # What each needs: packages, a number of GPUs, and of ComfyUI.
 _FEATURES: Mapping[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {

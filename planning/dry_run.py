@@ -176,9 +176,6 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     return ShortModel(model, names, kind_of, calls)
 
 
-# ---- the step
-
-
 def forward_on_meta(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work) -> tuple[float, int]:
     """Operations and kernels of a micro-batch's forward, of a whole model without numbers. Raises: as step_on_meta."""
     latents = torch.empty(work.batch_shape, device=META)
@@ -247,8 +244,6 @@ def make_text(
         states[encoder.output] = torch.randn(shape, dtype=dtype, device=device)
     return states
 
-
-# ---- the meter
 
 CARD_ROUNDING = 512  # bytes; torch's allocator for CUDA gives out multiples of it
 

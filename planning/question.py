@@ -206,8 +206,6 @@ class Question:
         plan_manual(names, [card.device for card in self.cards], split_at)  # refuses wrong cuts
         return 0, *split_at, len(names)
 
-    # ---- candidates
-
     def settings(self) -> list[Setting]:
         """Every candidate that these cards can do."""
         split, most_ahead = self.job.split, self.job.parallel.microbatches_ahead
@@ -264,8 +262,6 @@ class Question:
     def most(self) -> float:
         """Share of a card that may be needed; with memory_limit_gb the user says what fits."""
         return float("inf") if self.job.split.memory_limit_gb else 1.0
-
-    # ---- seconds and bytes
 
     def seconds(self, card: Card, scheme: str, *, is_whole: bool = False) -> list[float]:
         """Of each block's forward of a micro-batch, by operations; its backward takes as long, with frozen weights.

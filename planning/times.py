@@ -97,9 +97,6 @@ def keys_of(blocks: Iterable[str], tokens: TokenPlan | None) -> dict[str, str]:
     return {name: lists[of].keys if (of := name.rpartition(".")[0]) in lists else "" for name in blocks}
 
 
-# ---- sampling: blocks, tensor or tokens
-
-
 @dataclass(frozen=True)
 class ForwardWork:
     """One forward of all blocks; num_blocks is 0 for not known. whole_flops: of layers that every card computes whole
