@@ -1,6 +1,7 @@
 """A split beside ComfyUI's compiler: a simulated one (tests/compiling_host.py) around FLUX.2's real forward."""
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -147,53 +148,34 @@ def a_graph_around_a_split(case: Case) -> None:
 
 @case
 def an_interrupt_brings_the_compiler_back(case: Case) -> None:
-    divided = split(case.host.load("flux2"))
-    expected = case.host.sample(divided, "flux2")
-    diffusion_model = divided.model.diffusion_model
-    last = diffusion_model.single_blocks[-1]
-    interrupt = mock.patch.object(last, "forward", side_effect=InterruptProcessingException)
-    with compiling() as host:
+    """In the sampler at once; else when ComfyUI cleans up or unloads, or with the end of the thread."""
+    divided, load = split(case.host.load("flux2")), comfy.model_management.load_models_gpu
+    expected, model = case.host.sample(divided, "flux2"), divided.model.diffusion_model
+    forward = functools.partial(_forward, model)
+
+    def cancelled(act: Callable[[], Any]) -> None:
+        interrupt = mock.patch.object(model.single_blocks[-1], "forward", side_effect=InterruptProcessingException)
         with interrupt, contextlib.suppress(InterruptProcessingException):
-            _sample(case, host, divided)
+            act()
+
+    with compiling() as host:
+        cancelled(lambda: _sample(case, host, divided))
         case.check("Cancel in a block of another card", not any(host.switches()), host.switches())
-        _load(case, divided)
-        with interrupt, contextlib.suppress(InterruptProcessingException):
-            _forward(diffusion_model)
-        divided.cleanup()
-        case.check("Cancel in a forward that no sampler runs", not any(host.switches()), host.switches())
-        _forward(diffusion_model)
-        case.check("a forward that no sampler runs is not compiled", not host.graphs, len(host.graphs))
-        case.check("and leaves the switches", not any(host.switches()), host.switches())
-        case.equal("the next sampling", _sample(case, host, divided), expected)
-
-
-@case
-def unloading_brings_the_compiler_back(case: Case) -> None:
-    divided = split(case.host.load("flux2"))
-    diffusion_model = divided.model.diffusion_model
-    interrupt = mock.patch.object(
-        diffusion_model.single_blocks[-1], "forward", side_effect=InterruptProcessingException
-    )
-
-    def cancelled() -> None:
-        with interrupt, contextlib.suppress(InterruptProcessingException):
-            _forward(diffusion_model)
-
-    with compiling() as host:
-        _load(case, divided)
-        cancelled()
-        case.check("it is off until then", all(host.switches()), host.switches())
-        case.host.unload_all()
-        case.check("Cancel outside the sampler, then unloading", not any(host.switches()), host.switches())
-        _load(case, divided)
-        thread = threading.Thread(target=cancelled)
+        for what, end in {"cleaning up": divided.cleanup, "unloading": case.host.unload_all}.items():
+            load([divided])
+            cancelled(forward)
+            case.check(f"{what}: it is off until then", all(host.switches()), host.switches())
+            end()
+            case.check(f"Cancel outside the sampler, then {what}", not any(host.switches()), host.switches())
+        load([divided])
+        thread = threading.Thread(target=cancelled, args=(forward,))
         thread.start()
         thread.join()
         case.check("the end of the thread", not any(host.switches()), host.switches())
-
-
-def _load(case: Case, model: Any) -> None:
-    comfy.model_management.load_models_gpu([model])
+        forward()
+        case.check("a forward that no sampler runs is not compiled", not host.graphs, len(host.graphs))
+        case.check("and leaves the switches", not any(host.switches()), host.switches())
+        case.equal("the next sampling", _sample(case, host, divided), expected)
 
 
 def _forward(diffusion_model: Any) -> None:

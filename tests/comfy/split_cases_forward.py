@@ -167,24 +167,6 @@ def layers_run_by_a_patch(case: Case) -> None:
 
 
 @case
-def rope_options(case: Case) -> None:
-    _compare(case, "flux1", "flux1", lambda model, device: model.set_model_rope_options(1.5, 0.0, 0.7, 2.0, 1.0, 0.0))
-
-
-@case
-def function_wrapper(case: Case) -> None:
-    def change(model: Any, device: torch.device) -> None:
-        bias = _noise(1, 16, 8, 8, device=device)
-
-        def wrapper(apply_model: Callable[..., torch.Tensor], args: dict[str, Any]) -> torch.Tensor:
-            return apply_model(args["input"] + 0.1 * bias, args["timestep"], **args["c"]) * 1.01
-
-        model.set_model_unet_function_wrapper(wrapper)
-
-    _compare(case, "flux1", "flux1", change, cfg=3.0)
-
-
-@case
 def injections_and_callbacks(case: Case) -> None:
     """What a pack installs when a MODEL is loaded sees every block, and is gone when it is unloaded."""
     host = case.host

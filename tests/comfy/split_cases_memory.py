@@ -40,22 +40,6 @@ def _weights(host: Host, model: Any) -> dict[torch.device, int]:
 
 
 @case
-def eviction_of_one_card(case: Case) -> None:
-    host = case.host
-    divided = host.lora(split(host.load(NAME)), NAME, LORA)
-    reference = _reference(host, lora=True)
-    case.equal("before", host.sample(divided, NAME), reference)
-    at_home = live_bytes(HOME)
-    host.free(OTHER)
-    case.check("the other card is empty", live_bytes(OTHER) == 0, live_bytes(OTHER))
-    case.check("home keeps its part", live_bytes(HOME) == at_home, (live_bytes(HOME), at_home))
-    case.equal("after", host.sample(divided, NAME), reference)
-    host.free(HOME)
-    case.check("home is empty", weights_on(divided, HOME) == 0, weights_on(divided, HOME))
-    case.equal("after home was cleared", host.sample(divided, NAME), reference)
-
-
-@case
 def partial_unload_of_one_card(case: Case) -> None:
     host = case.host
     for lora in (False, True):
@@ -68,6 +52,11 @@ def partial_unload_of_one_card(case: Case) -> None:
         comfy.model_management.free_memory(wanted, OTHER)
         case.check("some is gone, some stays", 0 < live_bytes(OTHER) < before, (live_bytes(OTHER), before))
         case.equal("after", host.sample(divided, NAME), reference)
+        held = live_bytes(HOME)
+        host.free(OTHER)
+        left = live_bytes(OTHER), live_bytes(HOME)
+        case.check("cleared, it is empty, and home keeps its part", left == (0, held), (left, held))
+        case.equal("after that", host.sample(divided, NAME), reference)
         host.unload_all()
 
 

@@ -12,17 +12,12 @@ from devicebridge.tests.comfy.split_cases_tensor_files import no_worse
 
 Node = tuple[str, str, dict[str, Any]]  # module of comfy_extras, class, arguments
 
+_ALL_STEPS = {"start_percent": 0.0, "end_percent": 1.0}
+_SKIPPED = {**_ALL_STEPS, "double_layers": "1", "single_layers": "0, 3"}
+_CACHED = {**_ALL_STEPS, "reuse_threshold": 5.0, "verbose": False}
 FLUX: tuple[Node, ...] = (
-    (
-        "nodes_slg",
-        "SkipLayerGuidanceDiT",
-        {"scale": 2.0, "start_percent": 0.0, "end_percent": 1.0, "double_layers": "1", "single_layers": "0, 3"},
-    ),
-    (
-        "nodes_slg",
-        "SkipLayerGuidanceDiTSimple",
-        {"start_percent": 0.0, "end_percent": 1.0, "double_layers": "1", "single_layers": "0, 3"},
-    ),
+    ("nodes_slg", "SkipLayerGuidanceDiT", {**_SKIPPED, "scale": 2.0}),
+    ("nodes_slg", "SkipLayerGuidanceDiTSimple", _SKIPPED),
     (
         "nodes_rope",
         "ScaleROPE",
@@ -34,19 +29,11 @@ FLUX: tuple[Node, ...] = (
     ("nodes_apg", "APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": 0.1}),
     ("nodes_cfg", "CFGZeroStar", {}),
     ("nodes_nag", "NAGuidance", {"nag_scale": 3.0, "nag_alpha": 0.5, "nag_tau": 1.5}),
-    (
-        "nodes_easycache",
-        "EasyCacheNode",
-        {"reuse_threshold": 5.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False},
-    ),
-    (
-        "nodes_easycache",
-        "LazyCacheNode",
-        {"reuse_threshold": 5.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False},
-    ),
+    ("nodes_easycache", "EasyCacheNode", _CACHED),
+    ("nodes_easycache", "LazyCacheNode", _CACHED),
 )
 SD3: tuple[Node, ...] = (
-    ("nodes_sd3", "SkipLayerGuidanceSD3", {"layers": "0, 2", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}),
+    ("nodes_sd3", "SkipLayerGuidanceSD3", {**_ALL_STEPS, "layers": "0, 2", "scale": 3.0}),
     ("nodes_model_advanced", "ModelSamplingSD3", {"shift": 5.0}),
 )
 WINDOWS: Node = (

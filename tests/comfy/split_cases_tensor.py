@@ -251,13 +251,19 @@ def tensor_refusals(case: Case) -> None:
 
 @case
 def tensor_an_error_on_one_card(case: Case) -> None:
+    """In a collective, while a card is handed its arguments, or before its worker begins: one prompt ends."""
     host, name = case.host, "flux1_heads"
-    divided = tensor(host.load(name))
+    divided, full = tensor(host.load(name)), mock.Mock(side_effect=RuntimeError("injected"))
     reference = host.sample(divided, name)
-    for rank, at in ((0, 1), (1, 9)):
-        with _failing_meeting(rank, at):
-            case.refused(f"meeting {at} of rank {rank}", lambda: host.sample(divided, name), RuntimeError, "injected")
-        case.equal(f"after meeting {at} of rank {rank}", host.sample(divided, name), reference)
+    for where, broken in {
+        "the main card's first collective": _failing_meeting(0, 1),
+        "the other card's ninth": _failing_meeting(1, 9),
+        "handing over": mock.patch.object(TensorParallel, "give", full),
+        "the worker": mock.patch.object(tensor_parallel, "current_device", full),
+    }.items():
+        with broken:
+            case.refused(where, lambda: host.sample(divided, name), RuntimeError, "injected")
+        case.equal(f"after {where}", host.sample(divided, name), reference)
 
 
 @contextmanager
@@ -361,21 +367,3 @@ def tensor_beside_a_bypass_lora(case: Case) -> None:
     for turn in (1, 2):
         near(case, f"without it, {turn}", host.sample(divided, name), reference)
         case.refused(f"bypass, {turn}", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")
-
-
-@case
-def tensor_out_of_memory_on_the_way(case: Case) -> None:
-    """An error while a card is handed its arguments, or before its worker begins, ends one prompt only."""
-    host, name = case.host, "flux1_heads"
-    divided = tensor(host.load(name))
-    reference = host.sample(divided, name)
-    for where, target in (("handing over", "give"), ("the worker", None)):
-        error = torch.OutOfMemoryError("injected")
-        broken = (
-            mock.patch.object(TensorParallel, target, mock.Mock(side_effect=error))
-            if target
-            else mock.patch.object(tensor_parallel, "current_device", mock.Mock(side_effect=error))
-        )
-        with broken:
-            case.refused(where, lambda: host.sample(divided, name), torch.OutOfMemoryError, "injected")
-        case.equal(f"after {where}", host.sample(divided, name), reference)

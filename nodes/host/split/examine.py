@@ -154,46 +154,38 @@ def _load_as(copied: nn.Module, loaded: nn.Module) -> None:
             mine._parameters[name] = None if each is None else nn.Parameter(alias(each), requires_grad=False)
 
 
-@contextmanager
-def _widths_checked(root: nn.Module, widths: Mapping[str, int]) -> Iterator[None]:
-    """Inside, a layer that is given a made-up width says which one it reads."""
-    hooks, made_up = HookSet(), set(_MADE_UP.values()).intersection(widths.values())
+def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, mask: Sequence[int], frames: int) -> None:
+    """One step of ComfyUI's sampler, whose forward is looked at. A layer that is given a made-up width says which it
+    reads, and widths become those."""
+    form, root, hooks = model.model.latent_format, model.model.diffusion_model, HookSet()
+    cells = {1: (_SIDE * _SIDE,), 2: (_SIDE, _SIDE), 3: (frames, _SIDE, _SIDE)}[form.latent_dimensions]
+    latent = torch.zeros(1, form.latent_channels, *cells)
+    how = comfy.sample.prepare_noise(latent, 0), 1, 1.0, "euler", "simple"
 
     def check(wanted: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        x = args[0] if args else None
-        if isinstance(x, torch.Tensor) and x.ndim and x.shape[-1] in made_up and x.shape[-1] != wanted:
-            raise _Seen(x.shape[-1], wanted)
+        width = args[0].shape[-1] if args and isinstance(args[0], torch.Tensor) and args[0].ndim else None
+        if width != wanted and width in widths.values() and width in _MADE_UP.values():
+            raise _Seen(width, wanted)
 
     for module in root.modules():
         is_linear = hasattr(module, "in_features")  # ComfyUI's of 8-bit weights is none of torch's
-        shape: Any = (module.in_features,) if is_linear else getattr(module, "normalized_shape", ())
-        if shape:
+        if shape := (module.in_features,) if is_linear else getattr(module, "normalized_shape", ()):
             hooks.just_before(module, partial(check, shape[-1]))
     try:
-        yield
+        for _ in range(_MOST_TRIES):
+            options = {"attention_mask": torch.tensor([mask])} if mask else {}
+            options |= {"pooled_output": torch.randn(1, widths[POOLED])} if has_pooled else {}
+            text = [[torch.randn(1, _TEXT, widths[COND]), options]]
+            try:
+                with torch.no_grad():
+                    comfy.sample.sample(model, *how, text, text, latent, disable_pbar=True, seed=0)
+            except _Seen as seen:
+                if not seen.args:
+                    return
+                found, wanted = seen.args
+                widths |= {each: wanted for each, width in widths.items() if width == found}
     finally:
         hooks.remove()
-
-
-def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, mask: Sequence[int], frames: int) -> None:
-    """One step of ComfyUI's sampler, whose forward is looked at; widths become those that layers read."""
-    form, root = model.model.latent_format, model.model.diffusion_model
-    cells = {1: (_SIDE * _SIDE,), 2: (_SIDE, _SIDE), 3: (frames, _SIDE, _SIDE)}[form.latent_dimensions]
-    latent = torch.zeros(1, form.latent_channels, *cells)
-    noise = comfy.sample.prepare_noise(latent, 0)
-    for _ in range(_MOST_TRIES):
-        options = {"attention_mask": torch.tensor([mask])} if mask else {}
-        options |= {"pooled_output": torch.randn(1, widths[POOLED])} if has_pooled else {}
-        text = [[torch.randn(1, _TEXT, widths[COND]), options]]
-        try:
-            with torch.no_grad(), _widths_checked(root, widths):
-                how = 1, 1.0, "euler", "simple"
-                comfy.sample.sample(model, noise, *how, text, text, latent, disable_pbar=True, seed=0)
-        except _Seen as seen:
-            if not seen.args:
-                return
-            found, wanted = seen.args
-            widths |= {each: wanted for each, width in widths.items() if width == found}
     raise RuntimeError(f"no text was found that {type(root).__name__} reads")
 
 
