@@ -38,8 +38,7 @@ _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's fil
 
 
 class OtherModel(ValueError):
-    """A file of none of these families. ComfyUI may build its model. kind: what it looks like; "" for a diffusion
-    model."""
+    """A file of none of these families. kind: what it looks like; "" for a diffusion model."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -48,8 +47,7 @@ class OtherModel(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A recognised checkpoint. A folder of its own size has the variant it resembles most, for text encoders and noise
-    schedule."""
+    """A folder of its own size has the variant it resembles most, for text encoders and noise schedule."""
 
     path: Path  # as the user gave it
     family: ModelFamily
@@ -94,8 +92,7 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
         path: model folder, transformer folder, single file, or one shard of several.
         family, variant: "" recognises them. A variant is needed where several share their shapes, the file's name
             does not tell them apart (Wan 2.2's experts), and the first is not meant.
-    Raises: OtherModel if it is no transformer of these families. ValueError for a LoRA, or a number format that is not
-        read.
+    Raises: OtherModel for another model. ValueError for a LoRA, or a number format that is not read.
     """
     families = (find_family(family),) if family else tuple(FAMILIES.values())
     wanted = find_variant(variant, families)[1] if variant else None
@@ -114,9 +111,6 @@ def make_published_info(name: str) -> CheckpointInfo:
     """A published variant by its name, for planning. Raises: ValueError that lists the variants there are."""
     family, variant = find_variant(name)
     return CheckpointInfo(Path(name), family, variant, dict(variant.transformer_config), "diffusers", {}, None)
-
-
-# --- a folder with a config -------------------------------------------------------------------------------------------
 
 
 def _read_folder(source: Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]) -> CheckpointInfo:
@@ -149,9 +143,6 @@ def _refuse_unsupported(path: Path, names: Iterable[str], family: ModelFamily) -
                 raise OtherModel(
                     f"{path} is of {family.title}, but {reason} (it has {name}). Supported: {_names(family.variants)}"
                 )
-
-
-# --- a file without a config ------------------------------------------------------------------------------------------
 
 
 def _read_by_names(source: Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]) -> CheckpointInfo:
@@ -204,9 +195,6 @@ def _translate(
         else:
             tensors |= {member: record.cut(*ends) for member, ends in stack.rows(record.shape[0]).items()}
     return tensors, unknown
-
-
-# --- which variant ----------------------------------------------------------------------------------------------------
 
 
 def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None) -> CheckpointInfo:

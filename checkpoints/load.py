@@ -41,8 +41,7 @@ def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
 
 
 def make_unfilled_transformer(info: CheckpointInfo) -> torch.nn.Module:
-    """The transformer with its parameters on meta, and real buffers and tables on the CPU. Raises: ValueError if the
-    file's tensors are not exactly the model's."""
+    """With real buffers and tables on the CPU. Raises: ValueError if the file's tensors are not exactly the model's."""
     if info.family.host is not None:
         model = info.family.host.make(is_empty=False)
     else:  # buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor

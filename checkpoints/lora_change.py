@@ -74,9 +74,6 @@ def changed_rows(layer: Layer, weight: Rows, start: int, end: int) -> Tensor:
     return changed * (magnitude / (changed if MAGNITUDE in layer else rows).norm(dim=1, keepdim=True)) - rows
 
 
-# ---- a lower rank
-
-
 def cut_rank(down: Tensor, up: Tensor, rank: int, share: float = 1.0) -> tuple[Tensor, Tensor, Energy]:
     """Of A [R, in] and B [out, R] the best of a lower rank (0: any), and the squared norm before and after."""
     q_up, r_up = torch.linalg.qr(up)
@@ -120,9 +117,6 @@ def _factors(
     count = min(rank, enough, len(values))
     root = values[:count].sqrt()
     return root[:, None] * right[:count], left[:, :count] * root, (energy, float(kept[count - 1]))
-
-
-# ---- weights of the model
 
 
 @dataclass(frozen=True)
@@ -176,8 +170,7 @@ def open_base(path: Path | None) -> Iterator[Base | None]:
 
 
 def model_records(path: Path) -> tuple[dict[str, TensorRecord], list[str]]:
-    """The tensors of a diffusion model by their names without its prefix, and others of the file. Raises: ValueError
-    for weights that are rounded to 8 bits or less."""
+    """As read_tensor_records, and others of the file. Raises: ValueError for weights in 8 bits or less."""
     _, headers, records = read_tensor_records(path)
     if rounded := [record for record in records.values() if record.dtype not in FLOAT_TYPES]:
         raise ValueError(

@@ -18,7 +18,7 @@ from . import lora_file, lora_start
 from .lora_change import DIFFUSERS, KOHYA, ORIGINAL, added_rows, spans_of, title_of
 from .lora_file import ALPHA, DORA, MAGNITUDE, OFT, A, B, LoraLayout
 from .lora_start import LayerNames, has_size, is_text_layer, layer_size
-from .lora_tools import LoraFile, Result, Tensors, refuse_kinds
+from .lora_tools import LoraFile, Result, Tensors
 from .model_class import expected_shapes
 from .model_files import first
 
@@ -138,7 +138,12 @@ def convert(file: LoraFile, layout: FileLayout, family: str = "", dtype: torch.d
         other = f'has {odd}, which is of none of {known}; of other models "original" becomes "kohya" alone'
         raise ValueError(f"{file.path} {may_be if models else other}")
     (model,) = models
-    refuse_kinds(file, f"converted to {layout} from these names")
+    for layer, kinds in file.names.items():
+        if (title := title_of(kinds)) != "LoRA":
+            raise ValueError(
+                f"{file.path}: {layer} is a {title}, which cannot be converted to {layout} from these names; make a "
+                "plain LoRA of it with devicebridge lora resize --rank"
+            )
     if len(layers) < len(file.names):
         raise ValueError(f"{file.path} also changes a text encoder; give a LoRA of the model alone")
     target: LoraLayout = "original" if layout == "kohya" else layout

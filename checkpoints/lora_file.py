@@ -1,13 +1,6 @@
 """A trained LoRA or LoKr as the tensors of a file: the layouts there are, what each holds, and who reads which in full.
 
-As in ComfyUI 0.33.0 and diffusers 0.42.1; tests/unit/checkpoints/test_lora_readers.py loads files with both:
-
-    layout      ComfyUI's loaders                             diffusers' pipelines
-    original    all                                           Wan's blocks without DoRA; FLUX.2 and Wan raise an error
-                                                              for the rest, FLUX.1 loads nothing and warns
-    diffusers   FLUX.1 and FLUX.2's blocks, without DoRA's    all
-                magnitudes; nothing of Wan
-    both        all                                           all; Wan only without DoRA
+Who reads what: docs/guides/model_and_lora_files.md; tests/unit/checkpoints/test_lora_readers.py loads files with both.
 
 "original" has the makers' names with ComfyUI's prefix, DoRA's magnitude as `.dora_scale` [out, 1], and always an alpha,
 for without one the strength is 1. "diffusers" has `transformer.<fqn>...`, the magnitude as PEFT names it, and the
@@ -53,12 +46,8 @@ _CLIP_NUMBERS = {"clip_l": "1", "clip_g": "2"}  # where there are both
 _CLIP_LAYER = re.compile(rf"^{TEXT_ENCODERS}\.(?P<part>\w+)\.transformer\.(?P<name>.+)\.lora_(?P<kind>[AB])\.weight$")
 
 
-# ---- what can be written, and who reads it
-
-
 def check_lora_layout(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> None:
-    """Whether LoRAs of these linears (diffusers fqns) can be written in this layout. Raises: ValueError saying what
-    would have to change."""
+    """modules: linears, diffusers fqns. Raises: ValueError saying what would have to change."""
     if layout == "original":
         check_original_layout(family, modules, dora)
     elif not family.renames:
@@ -150,9 +139,6 @@ def _why_not_both(family: ModelFamily, modules: Iterable[str], dora: bool) -> st
 
 def _is_in_block(family: ModelFamily, module: str) -> bool:
     return module.startswith(tuple(f"{blocks.name}." for blocks in family.block_lists))
-
-
-# ---- LoRA
 
 
 def make_lora_tensors(
@@ -254,9 +240,6 @@ def swap_halves(layer: Layer, stack: Stack) -> Layer:
     return {kind: torch.cat(t.chunk(2)[::-1]) if kind in (B, DORA, MAGNITUDE) else t for kind, t in layer.items()}
 
 
-# ---- LoKr, LoHa and OFT
-
-
 def lycoris_for_comfyui(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], strength: float
 ) -> dict[str, torch.Tensor]:
@@ -280,9 +263,6 @@ def _lycoris_name(family: ModelFamily, module: str) -> str | None:
     return _DIFFUSERS_PREFIX + module if is_found else None
 
 
-# ---- text encoders
-
-
 def is_of_text(name: str) -> bool:
     """Whether a layer or parameter of this fqn is of text encoders."""
     return name.startswith(f"{TEXT_ENCODERS}.")
@@ -293,8 +273,7 @@ def without_text(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def text_lora_for_comfyui(tensors: Mapping[str, torch.Tensor], strength: float) -> dict[str, torch.Tensor]:
-    """The LoRA of text encoders as files name it; {} without one. tensors: as of make_lora_tensors. strength: alpha /
-    rank of all layers."""
+    """The LoRA of text encoders as files name it; {} without one. Arguments: as of lycoris_for_comfyui."""
     found = [match for name in tensors if (match := _CLIP_LAYER.match(name))]
     has_both = {match["part"] for match in found} == _CLIP_NUMBERS.keys()
     written: dict[str, torch.Tensor] = {}

@@ -70,12 +70,11 @@ class LoraFile:
 
     def with_parts(self, layer: str, parts: Layer, dtype: torch.dtype | None) -> Tensors:
         """A layer's tensors under their names, with others in them; an alpha only where the file has one."""
-        own = self.names[layer]
+        own, wanted = self.names[layer], self._wanted(self.type_of(layer), dtype)
         for kind, each in parts.items():
             if kind in own:
                 yield own[kind], self.cast(each, own[kind], dtype)
             elif kind != ALPHA:  # a plain LoRA of another kind
-                wanted = self._wanted(self.type_of(layer), dtype)
                 yield f"{layer}.{kind}", finite(each, wanted, f"{layer} of {self.path}")
 
     @staticmethod
@@ -106,19 +105,6 @@ def open_lora(path: Path) -> Iterator[LoraFile]:
             reader.release()
         strengths = lora_start.read_strengths(path, reader.header.metadata, reader.all_tensors(), names)
         yield LoraFile(path, reader, names, strengths)
-
-
-def refuse_kinds(file: LoraFile, done: str) -> None:
-    """Raises: ValueError for other kinds than LoRA."""
-    for layer, names in file.names.items():
-        if (title := title_of(names)) != "LoRA":
-            raise ValueError(
-                f"{file.path}: {layer} is a {title}, which cannot be {done}; make a plain LoRA of it with devicebridge "
-                "lora resize --rank"
-            )
-
-
-# ---- what is written
 
 
 @dataclass
@@ -155,9 +141,6 @@ def write(result: Result, out: Path) -> None:
         raise ValueError(f"{out} is not written: {result.did} changes nothing")
     note = {"format": "pt", "devicebridge_lora": did, "devicebridge_version": VERSION}
     write_tensors(out, itertools.chain((head,), result.tensors), kept | note)
-
-
-# ---- scale, merge, resize
 
 
 @dataclass(frozen=True)
@@ -265,25 +248,16 @@ def _sizes_of(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> dict[
             if not (lora_start.has_size(known, size) or lora_start.has_size(size, known)):
                 raise ValueError(f"{layer} is {known} in {path} and {size} in {file.path}; give LoRAs of one model")
             sizes[layer] = max(known, size), path
-            _refuse_lacking(file, layer, names, files, weight, asked)
+            is_added = asked.is_cut or sum(layer in each.names for each, _ in files) > 1
+            if (title := title_of(names)) == "LoRA" or not is_added and (weight == 1 or not needs_weight(names)):
+                continue
+            lacking = [] if asked.rank else ["--rank, the rank of the plain LoRA that is made of it"]
+            if needs_weight(names) and asked.base is None:
+                lacking.append("--base, the model's file, on whose weights the change depends")
+            if lacking:
+                tool = "" if is_added else "devicebridge lora merge FILE:NUMBER with "
+                raise ValueError(f"{file.path}: {layer} is a {title}; give {tool}{', and '.join(lacking)}")
     return {layer: size for layer, (size, _) in sizes.items()}
-
-
-def _refuse_lacking(
-    file: LoraFile, layer: str, names: Names, files: Sequence[tuple[LoraFile, float]], weight: float, asked: Combined
-) -> None:
-    is_added = asked.is_cut or sum(layer in each.names for each, _ in files) > 1
-    if (title := title_of(names)) == "LoRA" or not is_added and (weight == 1 or not needs_weight(names)):
-        return
-    lacking = [] if asked.rank else ["--rank, the rank of the plain LoRA that is made of it"]
-    if needs_weight(names) and asked.base is None:
-        lacking.append("--base, the model's file, on whose weights the change depends")
-    if lacking:
-        tool = "" if is_added else "devicebridge lora merge FILE:NUMBER with "
-        raise ValueError(f"{file.path}: {layer} is a {title}; give {tool}{', and '.join(lacking)}")
-
-
-# ---- extract
 
 
 def extract(tuned: Path, base: Path, rank: int, dtype: torch.dtype = torch.bfloat16) -> Result:

@@ -52,8 +52,7 @@ def shapes_of_class(class_name: str, config: str) -> Shapes:
 
 
 def refuse_absurd_sizes(file: Path, config: Mapping[str, Any]) -> None:
-    """Before a model is made: with a damaged or hostile config that takes all memory or never ends. Raises: ValueError
-    naming the file, the key and what is found, for a size that no model has."""
+    """A damaged or hostile config takes all memory or never ends. Raises: ValueError naming file, key and size."""
     for key, value in _numbers(config):
         most = next(most for ending, most in _BOUNDS if ending.search(key))
         if abs(value) > most:
@@ -76,8 +75,7 @@ def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def refuse_other_kinds(file: Path, class_name: str, config: Mapping[str, Any]) -> None:
-    """By the defaults of the class that is made with a config: it takes a text for a list, and fails in the first step.
-    Raises: ValueError naming the file and the key."""
+    """The class takes a text for a list, and fails in the first step. Raises: ValueError naming file and key."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters

@@ -122,9 +122,6 @@ def first(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-# ---- other files
-
-
 def refuse_lora(path: Path, names: Collection[str]) -> None:
     """Raises: ValueError if these are the tensors of a LoRA."""
     if found := [match for match in map(_LORA_NAME.search, names) if match]:

@@ -41,8 +41,7 @@ FOREIGN = (OSError, ValueError, KeyError)  # what reading a file raises that is 
 def open_cached(
     folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype
 ) -> CheckpointInfo | None:
-    """The same model with the records of its rounded weights pointing into the cache; None if that has no whole
-    entry."""
+    """The same model, its rounded weights those of the cache; None if that has no whole entry."""
     file, key = _file_and_key(folder, info, settings, dtype)
     if not file.exists():
         return None

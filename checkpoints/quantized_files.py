@@ -15,7 +15,7 @@ ComfyUI's int8 files may be rotated ("convrot") by another matrix than ours.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,6 @@ _WHAT_WORKS = (
 class LayerFormat:
     name: str  # ComfyUI's, e.g. "float8_e4m3fn"
     convrot: int = 0  # block of ComfyUI's rotation, 0 for none
-
-
-# --- recognising -----------------------------------------------------------------------------------------------------
 
 
 def read_formats(
@@ -129,43 +126,37 @@ def pair_scales(
         own[weight] = replace(own[weight], scale=scale)
     for name, record in own.items():
         found = formats.get(name.removesuffix(".weight"))
-        fault = _format_fault(record, found) or (record.scale and _scale_fault(record, record.scale))
-        if fault:
+        for fault in _faults(record, found):
             raise ValueError(f"{path} {fault}; {_WHAT_WORKS}")
         if found:
             own[name] = replace(record, convrot=found.convrot)
     return own
 
 
-def _format_fault(record: TensorRecord, found: LayerFormat | None) -> str:
-    key, kind = record.key, TYPE_NAMES.get(record.dtype, record.dtype)
-    if record.dtype == "I8" and not (found and record.scale):
-        lacks = "no scale" if found or not record.scale else "nothing that names its format"
-        return f"holds the int8 tensor {key} and {lacks} for it"
-    if not found:
-        return ""
-    if record.dtype != _STORED_TYPES[found.name]:
-        return f"says that {key} is {found.name}, and it is {kind}"
-    if not record.scale:
-        return f"says that {key} is {found.name}, but has no scale for it"
-    block = found.convrot
+def _faults(record: TensorRecord, found: LayerFormat | None) -> Iterator[str]:
+    """Each looks at what those before it have let pass."""
+    key, scale, shape = record.key, record.scale, list(record.shape)
+    if record.dtype == "I8" and not (found and scale):
+        lacks = "no scale" if found or not scale else "nothing that names its format"
+        yield f"holds the int8 tensor {key} and {lacks} for it"
+    if found and record.dtype != _STORED_TYPES[found.name]:
+        yield f"says that {key} is {found.name}, and it is {TYPE_NAMES.get(record.dtype, record.dtype)}"
+    if found and not scale:
+        yield f"says that {key} is {found.name}, but has no scale for it"
+    block = found.convrot if found else 0
     is_power = block >= 4 and block & (block - 1) == 0 and block.bit_length() % 2 == 1
-    if block and (not is_power or len(record.shape) != 2 or record.shape[1] % block):
-        what = f"{key} {list(record.shape)} is rotated in blocks of {block}"
-        return f"says that {what}; blocks are powers of 4 that divide the second size"
-    return ""
-
-
-def _scale_fault(record: TensorRecord, scale: TensorRecord) -> str:
+    if block and (not is_power or len(shape) != 2 or shape[1] % block):
+        what = f"{key} {shape} is rotated in blocks of {block}"
+        yield f"says that {what}; blocks are powers of 4 that divide the second size"
+    if not scale:
+        return
     if not record.is_quantized or record.packing != ROWS:
-        return f"has the scale {scale.key}, but {record.key} is {record.dtype} and not in 8 bits"
+        yield f"has the scale {scale.key}, but {key} is {record.dtype} and not in 8 bits"
     if scale.dtype not in FLOAT_TYPES:
-        return f"holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key})"
-    num_rows = record.shape[0] if record.shape else 1
-    if scale.shape not in ((), (1,), (1, 1), (num_rows,), (num_rows, *(1,) * (len(record.shape) - 1))):
-        weight = list(record.shape)
-        return f"has an unknown format: the scale {scale.key} is {list(scale.shape)} for a weight of {weight}"
-    return ""
+        yield f"holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key})"
+    rows = (*shape, 1)[0]
+    if scale.shape not in ((), (1,), (1, 1), (rows,), (rows, *(1,) * (len(shape) - 1))):
+        yield f"has an unknown format: the scale {scale.key} is {list(scale.shape)} for a weight of {shape}"
 
 
 def file_format(record: TensorRecord) -> FileFormat | None:
@@ -180,9 +171,6 @@ def file_format(record: TensorRecord) -> FileFormat | None:
 def is_kept(record: TensorRecord, settings: QuantizeSettings) -> bool:
     known = file_format(record)
     return known is not None and is_taken(known, settings)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:

@@ -167,7 +167,8 @@ def _describe(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "job"
     if problem["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         name = str(problem["loc"][-1])
-        near = [each.path for each in job_keys().values() if each.name == name]  # of another section
+        meant = {"lr": "learning_rate"}.get(name, name)  # as other trainers call it
+        near = [each.path for each in job_keys().values() if each.name == meant]  # of another section
         section = ".".join(part for part in problem["loc"][:-1] if isinstance(part, str))
         beside = [each.name for each in job_keys().values() if each.section == section]
         near = near or difflib.get_close_matches(name, beside or list(get_type_hints(JobConfig)), n=1)

@@ -41,9 +41,6 @@ _PIECE = 2**26  # weights dequantized at a time: 128 MiB in bfloat16
 _MAX_FAST_TERMS = 8192
 
 
-# ---- rounding
-
-
 def quantize_rows(
     x: Tensor, dtype: torch.dtype, *, multiplier: Tensor | None = None, rotation: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -78,9 +75,6 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, rotation: Tensor | None)
     return values, scale
 
 
-# ---- rotation
-
-
 def make_rotation(block: int) -> Tensor:
     """Hadamard entries +-1 / sqrt(block), exact in every format, in rows that are signed by the Rudin-Shapiro sequence,
     or a mean would become an outlier. [B, B] Raises: ValueError for a block that is none of ROTATIONS."""
@@ -92,9 +86,8 @@ def make_rotation(block: int) -> Tensor:
 
 
 def rotation_for(weight: Tensor, dtype: torch.dtype, block: int, *, is_comfys: bool = False) -> Tensor | None:
-    """make_rotation on a weight's [N, K] device; None for block 0. dtype: that it is, or will be, stored in. is_comfys:
-    whether ComfyUI has rotated it, by another matrix. Raises: ValueError for float8, and blocks that do not divide
-    K."""
+    """The matrix on a weight's [N, K] device; None for block 0. dtype: that it is, or will be, stored in. is_comfys:
+    by ComfyUI's matrix. Raises: ValueError for float8, and blocks that do not divide K."""
     if not block:
         return None
     if is_comfys:
@@ -113,9 +106,6 @@ def rotation_for(weight: Tensor, dtype: torch.dtype, block: int, *, is_comfys: b
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Multiply every block of B values of the last dim by rotation; in x's dtype. Its transpose rotates back."""
     return (x.reshape(-1, rotation.shape[0]) @ rotation.to(x.dtype)).reshape(x.shape)
-
-
-# ---- products
 
 
 def linear8(
@@ -243,9 +233,6 @@ def _grad_input_by_slices(
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)  # type: ignore[arg-type]
-
-
-# ---- under torch.compile
 
 
 _library = torch.library.Library("devicebridge", "FRAGMENT")  # torch forgets operators whose library is gone

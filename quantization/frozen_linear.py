@@ -56,8 +56,7 @@ class FrozenLinear8(nn.Linear):
     Args:
         weight, scale: as in Stored8.    bias: taken over and frozen. [N]
         compute_dtype: type of what is attached to the layer, a LoRA for one; products follow x.
-        rotation: float32 buffer, absent when nothing is rotated, so that a rotated state dict fits no other layer.
-            [B, B]
+        rotation: float32 buffer [B, B]; absent without one, so that a rotated state dict fits no other layer.
         packing: how a weight that is multiplied plainly is stored (stored.py); "" for products in 8 bits.
     """
 

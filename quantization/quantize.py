@@ -284,9 +284,6 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(recurse=False), *buffers))
 
 
-# ---- what was done
-
-
 def total_bytes(groups: Groups) -> tuple[int, int]:
     """Before and after."""
     sizes = [each for group in groups.values() for each in group.values()]

@@ -106,8 +106,7 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def make_convrot(block: int) -> Tensor:
-    """ComfyUI's rotation: a symmetric Hadamard matrix whose rows have the same sum, over sqrt(block). [B, B] block: a
-    power of 4."""
+    """ComfyUI's rotation: a symmetric Hadamard matrix over sqrt(block), a power of 4. [B, B]"""
     matrix = seed = 1.0 - 2.0 * torch.eye(4).flip(1)
     while matrix.shape[0] < block:
         matrix = torch.kron(matrix, seed)

@@ -207,13 +207,19 @@ def test_a_file_is_the_expert_that_its_name_says(name, variant, num_others, tmp_
     assert (info.variant.name, len(info.others)) == (variant, num_others)
 
 
+def _write_pair(folder, variant, monkeypatch, **more):
+    """Both experts; returns what their model_index.json has without more."""
+    index = {each: ["diffusers", "W"] for each in ("transformer", "transformer_2")}
+    for each in index:
+        _write_full_folder(
+            folder / each, FAMILIES["wan"], FAMILIES["wan"].variant(variant).transformer_config, monkeypatch
+        )
+    (folder / "model_index.json").write_text(json.dumps({**index, **more}))
+    return index
+
+
 def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monkeypatch, caplog):
-    wan = FAMILIES["wan"]
-    config = wan.variant("wan2.1-t2v-14b").transformer_config
-    for folder in ("transformer", "transformer_2"):
-        _write_full_folder(tmp_path / folder, wan, config, monkeypatch)
-    index = {"transformer": ["diffusers", "W"], "transformer_2": ["diffusers", "W"]}
-    (tmp_path / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.875}))
+    index = _write_pair(tmp_path, "wan2.1-t2v-14b", monkeypatch, boundary_ratio=0.875)
     assert read_checkpoint(tmp_path).variant.name == "wan2.2-t2v-a14b-high"
     low = read_checkpoint(tmp_path, variant="wan2.2-t2v-a14b-low")
     assert {record.file.parent.name for record in low.tensors.values()} == {"transformer_2"}
@@ -228,12 +234,7 @@ def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monke
 
 
 def test_image_to_video_is_told_from_text_to_video(tmp_path, monkeypatch):
-    wan = FAMILIES["wan"]
-    config = wan.variant("wan2.2-i2v-a14b-low").transformer_config
-    for folder in ("transformer", "transformer_2"):
-        _write_full_folder(tmp_path / folder, wan, config, monkeypatch)
-    index = {"transformer": ["diffusers", "W"], "transformer_2": ["diffusers", "W"], "boundary_ratio": 0.9}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    _write_pair(tmp_path, "wan2.2-i2v-a14b-low", monkeypatch, boundary_ratio=0.9)
     assert read_checkpoint(tmp_path).variant.name == "wan2.2-i2v-a14b-high"
     assert read_checkpoint(tmp_path / "transformer_2").variant.name == "wan2.2-i2v-a14b-low"
     with pytest.raises(ValueError, match=r"36 channels in, 16 out.* wan2\.2-i2v-a14b-low, not wan2\.2-t2v-a14b-high"):
@@ -357,14 +358,6 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_other_safetensors_files_are_refused_by_what_they_are(kind, tmp_path):
-    tensors, message = FOREIGN[kind]
-    save_file(tensors, tmp_path / "file.safetensors")
-    with pytest.raises(ValueError, match=message):
-        read_checkpoint(tmp_path / "file.safetensors")
-
-
 DAMAGED = {
     "header.safetensors": (
         lambda: safetensors.torch.save(_tensors("img_in.weight"))[:30],
@@ -383,14 +376,6 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_files_that_are_no_safetensors_are_refused_by_what_they_are(name, tmp_path):
-    data, message = DAMAGED[name]
-    (tmp_path / name).write_bytes(data())
-    with pytest.raises(ValueError, match=message):
-        read_checkpoint(tmp_path / name)
-
-
 def _folder_with(files):
     def write(folder):
         for name, data in files.items():
@@ -398,11 +383,6 @@ def _folder_with(files):
             (folder / name).write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
 
     return write
-
-
-def _two_models(folder):
-    for name in "ab":
-        save_file(_tensors("x"), folder / f"{name}.safetensors")
 
 
 def _other_class(folder):
@@ -413,7 +393,9 @@ def _other_class(folder):
 FOLDERS = {
     "empty": (_folder_with({}), "holds no transformer weights; give a diffusers model folder"),
     "pickle": (_folder_with({"diffusion_pytorch_model.bin": b""}), "diffusion_pytorch_model.bin, which is not read"),
-    "several": (_two_models, "holds 2 models: a.safetensors, b.safetensors; name one of them"),
+    "several": (
+        lambda folder: [save_file(_tensors("x"), folder / f"{name}.safetensors") for name in "ab"],
+        "holds 2 models: a.safetensors, b.safetensors; name one of them"),
     "no transformer": (
         _folder_with({"model_index.json": {}, "unet/config.json": {}}), "has no transformer folder; it has"
     ),
@@ -426,34 +408,45 @@ FOLDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_other_folders_are_refused_by_what_they_are(kind, tmp_path):
-    write, message = FOLDERS[kind]
+def _file_of(name, content):
+    if isinstance(content, dict):
+        return lambda folder: save_file(content, folder / name)
+    return lambda folder: (folder / name).write_bytes(content())
+
+
+OTHERS = {
+    **{kind: (_file_of("a.safetensors", tensors), "a.safetensors", said) for kind, (tensors, said) in FOREIGN.items()},
+    **{name: (_file_of(name, content), name, said) for name, (content, said) in DAMAGED.items()},
+    **{kind: (write, ".", said) for kind, (write, said) in FOLDERS.items()},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_files_and_folders_are_refused_by_what_they_are(kind, tmp_path):
+    write, name, message = OTHERS[kind]
     write(tmp_path)
     with pytest.raises(ValueError, match=message):
-        read_checkpoint(tmp_path)
+        read_checkpoint(tmp_path / name)
 
 
 def test_wrong_names_families_and_variants(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="does not exist; give a model folder"):
-        read_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="no family 'flux3'"):
-        read_checkpoint(tmp_path, family="flux3")
-    with pytest.raises(ValueError, match="no variant 'flux2-large'; the variants are flux2-dev, flux2-klein-4b"):
-        read_checkpoint(tmp_path, variant="flux2-large")
-    _save_pipeline(tmp_path, "flux1")
-    with pytest.raises(ValueError, match="holds a FluxTransformer2DModel, not a model of Wan"):
-        read_checkpoint(tmp_path, family="wan")
-    with pytest.raises(ValueError, match="was given as flux2-dev, but it is FLUX.1"):
-        read_checkpoint(tmp_path, variant="flux2-dev")
-    with pytest.raises(ValueError, match="has no transformer_2 folder; it has"):
-        read_checkpoint(tmp_path, variant="wan2.2-t2v-a14b-low")
+    folder, file = tmp_path / "folder", tmp_path / "model.safetensors"
+    _save_pipeline(folder, "flux1")
     size = _flux1_file(tmp_path, lambda shapes: None)
-    monkeypatch.setattr(os.path, "getsize", lambda _: size)
-    with pytest.raises(ValueError, match="was given as flux1-schnell, but it is flux1-dev"):
-        read_checkpoint(tmp_path / "model.safetensors", variant="flux1-schnell")
-    with pytest.raises(ValueError, match="of no known model|resembles"):
-        read_checkpoint(tmp_path / "model.safetensors", family="wan")
+    real = os.path.getsize
+    monkeypatch.setattr(os.path, "getsize", lambda path: size if path == str(file) else real(path))
+    for path, options, message in (
+        (tmp_path / "nowhere", {}, "does not exist; give a model folder"),
+        (folder, {"family": "flux3"}, "no family 'flux3'"),
+        (folder, {"variant": "flux2-large"}, "no variant 'flux2-large'; the variants are flux2-dev, flux2-klein-4b"),
+        (folder, {"family": "wan"}, "holds a FluxTransformer2DModel, not a model of Wan"),
+        (folder, {"variant": "flux2-dev"}, "was given as flux2-dev, but it is FLUX.1"),
+        (folder, {"variant": "wan2.2-t2v-a14b-low"}, "has no transformer_2 folder; it has"),
+        (file, {"variant": "flux1-schnell"}, "was given as flux1-schnell, but it is flux1-dev"),
+        (file, {"family": "wan"}, "of no known model|resembles"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_checkpoint(path, **options)
 
 
 def test_a_folder_whose_weights_do_not_fit_its_config(tmp_path):

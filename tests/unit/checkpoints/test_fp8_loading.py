@@ -14,10 +14,7 @@ from devicebridge.quantization import eight_bit
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-FP8 = QuantizeSettings("fp8")
 
 
 def _checkpoint(folder: Path, name: str) -> Any:
@@ -28,41 +25,32 @@ def _checkpoint(folder: Path, name: str) -> Any:
     return read_checkpoint(folder)
 
 
-def _peaks(info, settings):
-    """Most bytes on each card whenever a layer has just arrived, bytes at the end, and the model."""
-    model = make_empty_transformer(info)
-    blocks = block_names(model, info.family)
-    sizes, main_device = parameter_bytes(model, blocks, 2)
+class _Scale(TorchDispatchMode):
+    """Looks after every operation, so that what rounding needs for a moment counts too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        self.before = {card: live_bytes(card) for card in CARDS[:2]}  # what other tests have left
+        self.peaks = dict.fromkeys(CARDS[:2], 0)
+
+    def now(self) -> dict[torch.device, int]:
+        return {card: live_bytes(card) - before for card, before in self.before.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peaks = {card: max(self.peaks[card], held) for card, held in self.now().items()}
+        return result
+
+
+def _load(info, quantizer):
+    """The model, most bytes on each card, and bytes at the end."""
+    blocks = block_names(empty := make_empty_transformer(info), info.family)
+    sizes, main_device = parameter_bytes(empty, blocks, 2)
     placement = plan_placement(blocks, CARDS[:2], block_cost=sizes, main_cost=main_device)
-    peaks = dict.fromkeys(CARDS[:2], 0)
-    gc.collect()
-    before = {card: live_bytes(card) for card in peaks}  # what other tests have left
-
-    class Scale(TorchDispatchMode):
-        """Looks after every operation, so that what rounding needs for a moment counts too."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            for card in peaks:
-                peaks[card] = max(peaks[card], live_bytes(card) - before[card])
-            return result
-
-    class Watched(Quantizer):
-        def finish(self, fqn: str, module: nn.Module) -> nn.Module:
-            with Scale():
-                if settings is not None:
-                    return super().finish(fqn, module)
-                module.weight.detach()  # type: ignore[union-attr,operator]
-                return module
-
-        def store(self, module: nn.Module) -> Any:
-            return super().store(module) if settings is not None else None
-
-    quantizer = Watched(info.family, settings or FP8)
-    loaded = load_transformer(info, placement.device_of, torch.bfloat16, quantizer)
-    if settings is not None:
-        quantizer.close(loaded)
-    return peaks, {card: live_bytes(card) - before[card] for card in peaks}, loaded
+    with _Scale() as scale:
+        model = load_transformer(info, placement.device_of, torch.bfloat16, quantizer)
+    return model, scale.peaks, scale.now()
 
 
 @pytest.mark.parametrize(
@@ -74,12 +62,14 @@ def test_no_card_holds_more_than_the_result_and_one_layer(scheme, tmp_path, monk
     monkeypatch.setattr(eight_bit, "_PIECE", piece)
     info = _checkpoint(tmp_path, "flux2")
     with emulated_cards(2):
-        plain_peaks, _, plain = _peaks(info, None)
+        plain, _, whole = _load(info, None)
         largest = max(p.nbytes for p in plain.parameters())
         del plain
         # no rotation: of layers this small its matrix would be the larger part
-        peaks, final, model = _peaks(info, QuantizeSettings(scheme, rotation=0))
+        quantizer = Quantizer(info.family, QuantizeSettings(scheme, rotation=0))
+        model, peaks, final = _load(info, quantizer)
+        quantizer.close(model)
         for card in peaks:
             assert 0 < final[card] <= peaks[card] <= final[card] + largest + 32 * piece
-            assert peaks[card] < plain_peaks[card]  # what loading first and quantizing later would need
+            assert peaks[card] < whole[card]  # what loading first and quantizing later would need
         del model

@@ -61,6 +61,12 @@ def _run(*arguments: Any) -> None:
     assert main(["lora", *map(str, arguments)]) == 0
 
 
+def _facts(file: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    capsys.readouterr()
+    _run("inspect", file, "--json")
+    return json.loads(capsys.readouterr().out)
+
+
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     assert found.keys() == expected.keys()
     for layer, each in expected.items():
@@ -75,9 +81,6 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return _file(tmp_path / "one.safetensors", one, {"ss_network_dim": "3", "a": "b"}), _file(
         tmp_path / "two.safetensors", two
     )
-
-
-# ---- sums and singular values
 
 
 def test_a_merge_is_the_weighted_sum(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -144,9 +147,6 @@ def test_strength_that_metadata_alone_say_is_multiplied_in(tmp_path: Path) -> No
         assert "lora_adapter_metadata" not in opened.metadata()
 
 
-# ---- two models
-
-
 def _models(
     folder: Path, types: tuple[torch.dtype, torch.dtype], rank: int = 4
 ) -> tuple[Path, Path, dict[str, Tensor]]:
@@ -202,8 +202,6 @@ def test_names_of_diffusers_stay_such(tmp_path: Path) -> None:
     assert found and all(name.startswith("transformer.") and "to_q" in name for name in found)
     assert not any(name.endswith("alpha") for name in found)  # strength 1 for both loaders
 
-
-# ---- other kinds
 
 KINDS = ("LoKr", "LoKr, cut", "LoHa", "DoRA", "DoRA of PEFT", "DoKr", "OFT")
 PLACES = {  # names of a layer, the tensor of a model with it, and which rows of that
@@ -284,19 +282,14 @@ def test_other_kinds_are_scaled_as_they_are_and_shown_with_their_norms(kind, tmp
     assert not needs_base or all(
         each in message for each in (str(source), X, kind.partition(" ")[0], "--base", "merge")
     )
-    _run("inspect", source, "--json")
-    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    (layer,) = _facts(source, capsys)["layers"]
     assert (layer["kind"], layer["size"]) == (kind.split(" of")[0].split(",")[0], [12, 0 if kind == "OFT" else 20])
     if needs_base:
         return
     for file, factor in ((source, 1), (out, 0.5)):
-        _run("inspect", file, "--json")
-        (layer,) = json.loads(capsys.readouterr().out)["layers"]
+        (layer,) = _facts(file, capsys)["layers"]
         assert layer["norm"] == pytest.approx(factor * float(_other(kind, X, weight)[1].norm()), rel=1e-5)
     assert load_file(out).keys() == load_file(source).keys()
-
-
-# ---- refusals
 
 
 def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
@@ -372,9 +365,6 @@ def test_what_cannot_be_right_is_refused_by_name(tmp_path: Path, capsys: pytest.
     assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before  # nothing is left, nothing written over
 
 
-# ---- layouts, and what loaders make of them
-
-
 def _trained(name: str) -> dict[str, Tensor]:
     model, tensors = TINY[name].make_model(), {}
     for seed, module in enumerate(resolve_targets(model, ("*",))):
@@ -447,9 +437,7 @@ def test_new_names_leave_every_kind_as_it_is(tmp_path: Path, capsys: pytest.Capt
     rounded, name = load_file(tmp_path / "d.safetensors"), "lora_unet_blocks_0_ffn_0"
     assert rounded[f"{name}.lora_down.weight"].dtype is torch.bfloat16
     assert torch.equal(rounded[f"{name}.dora_scale"], tensors[f"{X}.dora_scale"])  # one number stands for a row
-    capsys.readouterr()
-    _run("inspect", source, "--json")
-    layers = {each["name"]: each for each in json.loads(capsys.readouterr().out)["layers"]}
+    layers = {each["name"]: each for each in _facts(source, capsys)["layers"]}
     assert [each["kind"] for _, each in sorted(layers.items())] == ["DoRA", "LoKr", "LoRA"]
     change = 0.25 * torch.kron(factors[0] @ factors[1], factors[2])  # as ComfyUI's loader counts alpha and rank
     assert layers[other]["norm"] == pytest.approx(float(change.norm()), rel=1e-5)
@@ -474,8 +462,7 @@ def test_the_published_size_tells_the_model_and_its_loaders(tmp_path: Path, caps
     for family, (rows, columns) in {"FLUX.1": (12288, 3072), "FLUX.2": (36864, 6144)}.items():
         tensors = {f"{name}.lora_A.weight": torch.ones(1, columns), f"{name}.lora_B.weight": torch.ones(rows, 1)}
         source = _file(tmp_path / f"{family}.safetensors", {**tensors, f"{name}.alpha": torch.tensor(0.5)})
-        _run("inspect", source, "--json")
-        facts = json.loads(capsys.readouterr().out)
+        facts = _facts(source, capsys)
         assert list(facts["models"]) == [family]
         (layer,) = facts["layers"]
         assert (layer["rank"], layer["alpha"], layer["strength"], layer["size"]) == (1, 0.5, 0.5, [rows, columns])

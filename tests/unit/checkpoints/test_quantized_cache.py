@@ -237,35 +237,14 @@ def test_an_entry_of_several_files_as_earlier_versions_kept_it_makes_room(tmp_pa
     assert seen == [[]] and _entries(folder) == [entry]
 
 
-@pytest.fixture
-def little_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    def limit(num_bytes: int) -> None:
-        usage = type(shutil.disk_usage("/"))(10**12, 10**12 - num_bytes, num_bytes)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-
-    return limit
-
-
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "cache" in r.name]
 
 
-def test_a_disk_too_small_is_known_before_anything_is_written(tmp_path, little_room, caplog):
-    info, folder = _checkpoint(tmp_path), tmp_path / "cache"
-    expected = _load(None, info)
-    quantizer = Quantizer(info.family, INT8)
-    stored = [quantizer.store(m) for n, m in expected.named_modules() if quantizer.is_wanted(n, m)]
-    little_room(sum(each.weight.nbytes + each.scale.nbytes for each in stored) - 1000)
-    assert_same_model(_load(folder, info), expected)
-    assert _entries(folder) == []
-    assert len(_warnings(caplog)) == 1 and f"{folder} has 1000 bytes" in _warnings(caplog)[0]
-
-
-@pytest.mark.parametrize("failing", ["write", "replace"])
-def test_a_disk_that_fills_up_on_the_way(failing, tmp_path, caplog, monkeypatch):
-    info, folder = _checkpoint(tmp_path), tmp_path / "cache"
-    expected = _load(None, info)
-    calls = []
+@pytest.mark.parametrize("failing", ["room", "write", "replace", "folder"])
+def test_a_disk_that_refuses_costs_one_line(failing, tmp_path, caplog, monkeypatch):
+    info, folder, calls = _checkpoint(tmp_path), tmp_path / "cache", []
+    expected, write = _load(None, info), QuantizedWriter._write
 
     def fail(*args: Any) -> None:
         calls.append(args)
@@ -273,12 +252,23 @@ def test_a_disk_that_fills_up_on_the_way(failing, tmp_path, caplog, monkeypatch)
             raise OSError(errno.ENOSPC, "No space left on device")
         write(*args)
 
-    write = QuantizedWriter._write
-    monkeypatch.setattr(*((QuantizedWriter, "_write") if failing == "write" else (os, "replace")), fail)
+    said = "No space left on device"
+    if failing == "room":  # known before anything is written
+        quantizer, usage = Quantizer(info.family, INT8), type(shutil.disk_usage("/"))
+        stored = [quantizer.store(m) for n, m in expected.named_modules() if quantizer.is_wanted(n, m)]
+        room = sum(each.weight.nbytes + each.scale.nbytes for each in stored) - 1000
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - room, room))
+        monkeypatch.setattr(QuantizedWriter, "_write", fail)
+        said = f"{folder} has 1000 bytes"
+    elif failing == "folder":
+        folder.write_bytes(b"a file")
+        folder, said = folder / "below", "not kept"
+    else:
+        monkeypatch.setattr(*((QuantizedWriter, "_write") if failing == "write" else (os, "replace")), fail)
     assert_same_model(_load(folder, info), expected)
-    assert _entries(folder) == [] and len(calls) == (3 if failing == "write" else 1)
-    (said,) = _warnings(caplog)
-    assert "No space left on device" in said and str(folder) in said
+    assert _entries(folder) == [] and len(calls) == {"write": 3, "replace": 1}.get(failing, 0)
+    (warning,) = _warnings(caplog)
+    assert said in warning and str(folder) in warning
 
 
 def test_two_runs_that_write_the_same_leave_one(tmp_path: Path) -> None:
@@ -291,10 +281,3 @@ def test_two_runs_that_write_the_same_leave_one(tmp_path: Path) -> None:
         writer.__exit__(None, None, None)
         assert open_cached(folder, info, INT8, BF16) is not None
     assert len(_entries(folder)) == 1
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    info = _checkpoint(tmp_path)
-    (tmp_path / "cache").write_bytes(b"a file")
-    assert_same_model(_load(tmp_path / "cache" / "below", info), _load(None, info))
-    assert len(_warnings(caplog)) == 1 and "not kept" in _warnings(caplog)[0]

@@ -49,6 +49,7 @@ def test_toml_round_trip(tmp_path):
     [
         ("train", {"stpes": 3}, r"train\.stpes: there is no such key; did you mean steps\?"),
         ("train", {"learning_rate": 1}, r"train\.learning_rate: there .*; did you mean optimizer\.learning_rate\?"),
+        ("train", {"lr": 1e-4}, r"train\.lr: there is no such key; did you mean optimizer\.learning_rate\?"),
         ("paralel", {}, r"paralel: there is no such key; did you mean parallel\?"),
         ("data", {"folders": {"path": "a"}}, r"data\.folders: is a list of sections, \[\[data\.folders\]\]"),
         ("split", {"devices": "cuda:0"}, r"split\.devices: is a list, such as \['cuda:0'\]"),

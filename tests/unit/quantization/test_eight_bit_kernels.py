@@ -60,23 +60,16 @@ def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
 @needs_triton
 @EVERY_DTYPE
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [48, 64, 4096, 4160])  # less than a tile, a tile, one step, one step and a bit
-def test_rows_are_rounded_as_plain_torch_rounds_them(width, x_dtype, dtype):
+@pytest.mark.parametrize(  # less than a tile, a tile, one step, one step and a bit; columns that are multiplied first
+    ("width", "is_multiplied"), [(48, False), (64, False), (4096, False), (4160, False), (208, True)]
+)
+def test_rows_are_rounded_as_plain_torch_rounds_them(width, is_multiplied, x_dtype, dtype):
     x = random(5, width, dtype=x_dtype)
     x[1], x[2] = 0, x[2] * 1e-3
-    values, scale = kernels.quantize_rows(x, dtype)
-    expected, expected_scale = eight_bit.quantize_rows(x, dtype)
+    first = {"multiplier": random(width, seed=1).exp()} if is_multiplied else {}
+    values, scale = kernels.quantize_rows(x, dtype, **first)
+    expected, expected_scale = eight_bit.quantize_rows(x, dtype, **first)
     assert values.dtype is dtype and values.is_contiguous()
-    assert torch.equal(scale, expected_scale)
-    assert_rounded_alike(values, expected)
-
-
-@needs_triton
-@EVERY_DTYPE
-def test_columns_are_multiplied_before_rounding(dtype):
-    x, multiplier = random(4, 208), random(208, seed=1).exp()
-    values, scale = kernels.quantize_rows(x, dtype, multiplier=multiplier)
-    expected, expected_scale = eight_bit.quantize_rows(x, dtype, multiplier=multiplier)
     assert torch.equal(scale, expected_scale)
     assert_rounded_alike(values, expected)
 
@@ -111,7 +104,7 @@ def test_strided_rows_and_broken_rows(dtype):
 
 @needs_triton
 @EVERY_DTYPE
-@pytest.mark.parametrize("layout", ["row-major", "column-major"])
+@pytest.mark.parametrize("layout", ["row-major", "column-major", "slice"])
 @pytest.mark.parametrize(
     "shape", [(1, 16, 16), (40, 256, 80), (33, 144, 64), (70, 384, 208), (600, 128, 16)], ids=str
 )  # I of one block, of several, and with a rest; M beyond a group of 16 tiles
@@ -120,6 +113,8 @@ def test_products_equal_those_in_float64(shape, layout, dtype):
     a, b = random8(rows, inner, dtype=dtype), random8(inner, columns, dtype=dtype, seed=1)
     if layout == "column-major":
         b = b.t().contiguous().t()
+    elif layout == "slice":  # of a weight, multiplied where it lies
+        b = torch.cat([b, b], 1)[:, columns // 2 // 16 * 16 :][:, :columns]
     a_scale, b_scale, bias = random(rows, 1).exp(), random(columns, 1, seed=2).exp(), random(columns, seed=3)
     product = (a.double() @ b.double()) * a_scale.double()
     allowed = allowed_error(a, b) * a_scale
@@ -137,16 +132,6 @@ def allowed_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     the largest term; int8 sums are exact."""
     terms = a.float().abs() @ b.float().abs()
     return terms * 2**-12 if a.is_floating_point() and not kernels.is_interpreted() else torch.full_like(terms, 1e-3)
-
-
-@needs_triton
-@EVERY_DTYPE
-def test_a_slice_of_a_weight_is_multiplied_where_it_lies(dtype):
-    a, weight = random8(20, 64, dtype=dtype), random8(64, 96, dtype=dtype, seed=1)
-    ones = torch.ones(20, 1, device=device())
-    found = kernels.matmul(a, ones, weight[:, 32:80], torch.float32)
-    expected, allowed = a.double() @ weight[:, 32:80].double(), allowed_error(a, weight[:, 32:80])
-    assert ((found - expected).abs() <= allowed + 1e-5 * expected.abs()).all()
 
 
 @needs_triton
