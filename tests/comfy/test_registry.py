@@ -7,7 +7,6 @@ import runpy
 import shutil
 import struct
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -47,15 +46,6 @@ def test_the_registrys_check_finds_nothing(repository: Path) -> None:
     done = _run(["comfy", "--skip-prompt", "--no-json", "node", "validate"], repository)
     assert "All validation checks passed" in done.stdout, done.stdout + done.stderr
     assert "arning" not in done.stdout + done.stderr, done.stdout + done.stderr
-
-
-def test_the_rules_behind_it_hold_without_mercy(repository: Path) -> None:
-    """comfy-cli runs these with --exit-zero: it only prints what it finds."""
-    ruff = [sys.executable, "-m", "ruff", "check", ".", "-q", "--isolated", "--select", "S102,S307,E702"]
-    if subprocess.run([sys.executable, "-m", "ruff", "--version"], capture_output=True, check=False).returncode:
-        pytest.skip("needs ruff: pip install ruff")
-    done = subprocess.run(ruff, cwd=repository, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 def test_the_archive_holds_the_pack_and_nothing_else(repository: Path) -> None:

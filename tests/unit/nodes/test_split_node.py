@@ -56,11 +56,6 @@ def test_shares_of_way_tokens_are_a_ratio_or_a_list(split: ModuleType, text: str
         assert split._read_request(given).shares == (3.0, 5.5)
 
 
-def test_workflows_saved_before_verify_existed_still_run(split: ModuleType, host: comfy_stub.FakeHost) -> None:
-    host.gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
-    assert split._read_request({key: value for key, value in SOCKETS.items() if key != "verify"}).verify is False
-
-
 def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -> None:
     with emulated_cards(2), pytest.raises(ValueError, match=r"'lazy:7' does not exist .* found here: cpu"):
         split._read_request(SOCKETS | {"devices": "lazy:0,lazy:7"})
