@@ -133,13 +133,6 @@ def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(nodes, host, mod
     assert encoders.clip.fingerprint == "name of clip"
 
 
-def test_a_file_too_few_is_said_with_what_would_work(nodes: ModuleType, host: comfy_stub.FakeHost, model: Any) -> None:
-    (host.root / "models/text_encoders/clip_l.safetensors").touch()
-    sockets = {"text_encoders": "clip_l.safetensors", "text_encoder_2": "[none]", "vae": ""}
-    with pytest.raises(ValueError, match=r"FLUX\.1 takes 2 files .* Load CLIP to stock_clip"):
-        nodes.captions.find_encoders(model("flux1"), sockets)
-
-
 def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(nodes, host, model):
     folder = host.root / "models/text_encoders/flux2"
     (folder / "text_encoder").mkdir(parents=True)
