@@ -133,7 +133,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
 
     add = new("doctor", _doctor, "show devices, versions, and what will work here").add_argument
-    add("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
+    add("--json", **flag, help="print as JSON")
     add("--python", **python)
 
     more = "It derives them, proves them by small pictures, and prints rows of families/comfy; splits then take these."
@@ -185,9 +185,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from .doctor import collect, report
 
     facts = collect(options.python)
-    say(json.dumps(facts, indent=2) if options.json == "-" else report(facts))
-    if options.json and options.json != "-":  # behind the report, which would be lost
-        Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    say(json.dumps(facts, indent=2) if options.json else report(facts))
     return 0
 
 
