@@ -32,16 +32,6 @@ _ROUNDING = 1e-6  # of a sample or cell, in products of seconds and rates
 _HOLE_S = 0.04  # by which times of a track differ from its count of samples, where they count
 
 
-def sound_beside(clip: Path) -> Path | None:
-    """The sound file of a clip's name; None without. Raises: ValueError for more than one."""
-    endings = [each for suffix in SOUND_SUFFIXES for each in (suffix, suffix.upper())]
-    found = {file.resolve(): file for ending in endings if (file := clip.with_name(stem_of(clip) + ending)).is_file()}
-    if len(found) > 1:
-        names = " and ".join(sorted(file.name for file in found.values()))
-        raise ValueError(f"{clip}: has several sounds, {names}; leave the one that belongs to it")
-    return next(iter(found.values()), None)
-
-
 def probe_sound(path: Path) -> float | None:
     """Seconds of a sound, all of it decoded; None without any. Raises: ValueError naming a file that is not taken."""
     with naming(path, "sound"), _opened(path) as (container, stream):
@@ -133,7 +123,12 @@ def cut_sound(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[int, tupl
 def sounds_of_clip(path: Path, clip: ClipInfo, plan: ClipPlan, latent: LatentSpec) -> tuple[SoundRequest, ...]:
     """Of each part of a clip: of the file beside it, else of its own track; () without either, and for stills. Raises:
     ValueError naming a file that cannot be read, or a sound file that ends before a part begins."""
-    file = sound_beside(path) or path
+    named = [path.with_name(f"{stem_of(path)}{end}") for each in SOUND_SUFFIXES for end in (each, each.upper())]
+    beside = {each.resolve(): each for each in named if each.is_file()}
+    if len(beside) > 1:
+        names = " and ".join(sorted(each.name for each in beside.values()))
+        raise ValueError(f"{path}: has several sounds, {names}; leave the one that belongs to it")
+    file = next(iter(beside.values()), path)
     cuts = plan.cut(clip)  # by the tick at which a part begins, not by its first frame, which may be older
     if len(next(iter(cuts.values()))) < 2:  # a still of a clip
         return ()

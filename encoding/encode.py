@@ -56,7 +56,7 @@ def fill(
         done += count
         on_progress(done, len(items_of), source.what)
 
-    def stop_if_asked() -> None:
+    def stop_if_requested() -> None:
         if should_stop():
             raise Stopped(f"stopped after {done} of {len(items_of)} {source.what}; these are kept")
 
@@ -67,8 +67,8 @@ def fill(
     source.plan(list(missing.values()))
     unreadable: list[str] = []
     with _in_use(source, f"{len(missing)} {source.what}", on_begin) as load:
-        stop_if_asked()
-        shared = claimed_batches(store, missing, source.batch_size, is_done, add, stop_if_asked)
+        stop_if_requested()
+        shared = claimed_batches(store, missing, source.batch_size, is_done, add, stop_if_requested)
         with closing(shared) as batches:
             for batch in batches:
                 for key, entry in _encode(source, {key: missing[key] for key in batch}, load, unreadable):

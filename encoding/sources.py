@@ -40,7 +40,14 @@ class Source(Generic[Item]):
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
         """The entry of each item, without a weight. Raises: ValueError naming all files that cannot be read."""
         items = list(dict.fromkeys(items))
-        content = fingerprints_of(path for item in items for path in self.paths(item))
+        content, problems = {}, []
+        for path in dict.fromkeys(path for item in items for path in self.paths(item)):
+            try:
+                content[path] = media_fingerprint(path)
+            except OSError as error:
+                problems.append(f"{path} cannot be read ({error}); put it back or take it out of the dataset")
+        if problems:
+            raise ValueError("\n".join(problems))
         return {item: self.key(item, content) for item in items}
 
     def paths(self, item: Item) -> Iterable[str]:
@@ -79,19 +86,6 @@ class Source(Generic[Item]):
 
     def close(self) -> None:
         """Free what was loaded."""
-
-
-def fingerprints_of(paths: Iterable[str]) -> dict[str, str]:
-    """Raises: ValueError naming all files that cannot be read."""
-    fingerprints, problems = {}, []
-    for path in dict.fromkeys(paths):
-        try:
-            fingerprints[path] = media_fingerprint(path)
-        except OSError as error:
-            problems.append(f"{path} cannot be read ({error}); put it back or take it out of the dataset")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return fingerprints
 
 
 class LatentSource(Source[ImageRequest]):

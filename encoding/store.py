@@ -199,13 +199,13 @@ def claimed_batches(
     size: int,
     is_done: Callable[[str], bool],
     on_found: Callable[[], None],
-    stop_if_asked: Callable[[], None],
+    stop_if_requested: Callable[[], None],
 ) -> Generator[list[str], None, None]:
     """Entries to compute and store now, up to `size` at a time, claimed until the next are requested; ends when every
     entry is done, by whomever, or was handed out. is_done: of a claimed entry. on_found: called for each that turned
-    out to be done. stop_if_asked: called before every batch and while waiting; raises to stop."""
+    out to be done. stop_if_requested: called before every batch and while waiting; raises to stop."""
     remaining = list(keys)
-    num_told = 0
+    num_said = 0
     while remaining:
         queue, remaining, has_worked = deque(remaining), [], False
         while queue:
@@ -227,12 +227,12 @@ def claimed_batches(
             finally:
                 for claim in batch.values():
                     claim.release()
-            stop_if_asked()
+            stop_if_requested()
         if remaining and not has_worked:
-            if len(remaining) != num_told:
-                num_told = len(remaining)
-                logger.info("waiting for %d entries that other processes are computing", num_told)
-            stop_if_asked()
+            if len(remaining) != num_said:
+                num_said = len(remaining)
+                logger.info("waiting for %d entries that other processes are computing", num_said)
+            stop_if_requested()
             time.sleep(POLL_S)
 
 

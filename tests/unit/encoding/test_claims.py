@@ -212,17 +212,15 @@ def test_a_lock_file_that_is_being_removed_is_opened_again_on_windows(store, mon
     claim.release()
 
 
-def test_where_an_open_file_cannot_be_told_by_its_number_nothing_waits_for_ever(store, monkeypatch, caplog):
-    monkeypatch.setattr(locks.os.path, "samestat", lambda status, other: False)
-    assert [batch[0] for batch in _batches(store, KEYS[:2])] == KEYS[:2]
-    assert caplog.text.count("file system without locks") == 1
-
-
-def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, monkeypatch, caplog):
+@pytest.mark.parametrize("lacking", ["locks", "numbers of open files"])
+def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, monkeypatch, caplog, lacking):
     def refuse(file):
         raise NoLocks(95, "Operation not supported")
 
-    monkeypatch.setattr(locks, "try_lock", refuse)
+    if lacking == "locks":
+        monkeypatch.setattr(locks, "try_lock", refuse)
+    else:
+        monkeypatch.setattr(locks.os.path, "samestat", lambda status, other: False)
     assert [batch[0] for batch in _batches(store)] == KEYS
     assert caplog.text.count("file system without locks") == 1
 

@@ -7,6 +7,8 @@ import re
 import diffusers
 import pytest
 import torch
+import transformers
+from devicebridge.encoding.text_encoder import _load_tokenizer
 from devicebridge.encoding.vae import find_vae, load_vae, vae_fingerprint
 from devicebridge.tests.encoding import example_family
 from safetensors.torch import save_file
@@ -162,9 +164,13 @@ def test_the_fingerprint_follows_content_and_config_of_a_file_but_not_its_name(t
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no memory"), OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "locked")]
-)
-def test_what_no_other_vae_would_mend_is_raised_as_it_is(error, tmp_path, monkeypatch):
+    "error",
+    [
+        torch.OutOfMemoryError("no memory"), MemoryError("none"), ImportError("LlamaTokenizer requires sentencepiece"),
+        OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "locked"),
+    ],
+)  # fmt: skip
+def test_what_no_other_files_would_mend_is_raised_as_it_is(error, tmp_path, monkeypatch):
     family = example_family("AutoencoderKL", KL_CONFIG)
     diffusers.AutoencoderKL(**KL_CONFIG).save_pretrained(tmp_path)
 
@@ -172,6 +178,8 @@ def test_what_no_other_vae_would_mend_is_raised_as_it_is(error, tmp_path, monkey
         raise error
 
     monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", fail)
-    with pytest.raises(type(error)) as caught:
-        load_vae(family, None, tmp_path, torch.float32)
-    assert caught.value is error
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    for load in (lambda: load_vae(family, None, tmp_path, torch.float32), lambda: _load_tokenizer(tmp_path)):
+        with pytest.raises(type(error)) as caught:
+            load()
+        assert caught.value is error
