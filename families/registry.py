@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 from ..config.model import COMFYUI as COMFYUI
-from .flux1 import FLUX1
-from .flux2 import FLUX2
+from .flux import FLUX1, FLUX2
 from .spec import ModelFamily, Variant
 from .wan import WAN
 

@@ -1,10 +1,7 @@
-"""The types a model family is described with.
+"""The types a model family is described with: data, and functions of the family's file. Torch is not imported here.
 
-A family is data. Where real code differs between families (packing latents into tokens, position ids), the family file
-holds a named function and a field here points to it. Nothing in this file imports torch at run time.
-
-Shape legend: B batch, C latent channels, F latent frames (1 for images), H/W latent height and width after packing,
-S tokens, D width of the text states.
+Shapes: B batch, C latent channels, F latent frames (1 for images), H/W latent height and width after packing, S tokens,
+D width of the text states.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from .tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -96,18 +93,13 @@ class LatentSpec:
         return int(cells * self.num_tokens_per_cell)
 
 
-TextKind = Literal["chat_hidden_states", "last_hidden_state", "pooled"]
-
-
 @dataclass(frozen=True)
 class TextEncoderSpec:
-    """One text encoder of a family and what is kept of its output; encoding/text_encoder.py has the function per kind.
+    """One text encoder of a family and what is kept of its output; encoding/text_encoder.py has a function per kind."""
 
-    kind "chat_hidden_states": a language model's, of a conversation, several layers' side by side, [S, layers * D].
-    "last_hidden_state": plain tokens, [S, D]. "pooled": CLIP's pooled output, [D].
-    """
-
-    kind: TextKind
+    # "chat_hidden_states": a language model's, of a conversation, several layers' side by side, [S, layers * D].
+    # "last_hidden_state": plain tokens, [S, D]. "pooled": CLIP's pooled output, [D].
+    kind: Literal["chat_hidden_states", "last_hidden_state", "pooled"]
     folder: str  # of a diffusers model folder, as is tokenizer_folder
     tokenizer_folder: str
     output: str  # name of the cached tensor, and of the argument the family's make_inputs reads
@@ -150,29 +142,21 @@ class TimestepSpec:
     shift: str
     shift_presets: Mapping[str, ShiftRule]
 
-    def __post_init__(self) -> None:
-        if self.shift not in self.shift_presets:
-            raise ValueError(f"default shift {self.shift!r} is not among the presets {sorted(self.shift_presets)}")
-
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How a model draws a picture: Euler steps along shifted noise levels, as diffusers' pipeline of it does.
+    """How a model draws a picture: Euler steps along shifted noise levels, as diffusers' pipeline of it does."""
 
-    steps: a usual number. guidance: a usual value, of the model's guidance input where it has one, else of
-    classifier-free guidance against the empty prompt; 1 is none. shift: s of ShiftRule, by image tokens and steps; of a
-    family with a host nobody asks it, for the host's levels have the model's shift in them.
-    """
-
-    steps: int
+    steps: int  # a usual number
+    # A usual value, of the model's guidance input where it has one, else of classifier-free guidance; 1 is none.
     guidance: float
-    shift: Callable[[int, int], float]
+    shift: Callable[[int, int], float]  # s of ShiftRule, by image tokens and steps; a host's levels have the shift
 
 
 @dataclass(frozen=True)
 class Rename:
-    """One row of the table between original and diffusers names. A row names a module (then every parameter below it
-    follows) or a whole tensor name; "{}" stands for a number."""
+    """One row of the table between original and diffusers names: of a module, with every parameter below it, or of a
+    tensor. "{}" stands for a number."""
 
     original: str  # name in the original (and ComfyUI's) checkpoint
     diffusers: tuple[str, ...]  # one name, or several whose tensors the original stacks along dim 0 in this order
@@ -186,12 +170,7 @@ Condition = Literal["none", "first_frame", "first_latents"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One published size of a family.
-
-    condition: what it is given besides text. "first_frame": a video whose first frame is the sample's, encoded by the
-    family's encode_condition and cached with the latents. "first_latents": the first latent frame in place of its noisy
-    one; the loss leaves it out.
-    """
+    """One published size of a family."""
 
     name: str  # as the user writes it, e.g. "flux2-dev"
     transformer_config: Mapping[str, Any]  # keyword arguments of the diffusers class, as is vae_config
@@ -207,6 +186,9 @@ class Variant:
     transformer_folder: str = "transformer"  # in a diffusers model folder; the second expert of a pair lies elsewhere
     partner: str = ""  # the variant that is the other expert of the pair; "" for a model that is whole
     caution: str = ""  # what to know before training it; logged when the variant is chosen
+    # What it is given besides text. "first_frame": a video whose first frame is the sample's, encoded by the family's
+    # encode_condition and cached with the latents. "first_latents": the first latent frame in place of its noisy one;
+    # the loss leaves it out.
     condition: Condition = "none"
 
     @property
@@ -225,10 +207,8 @@ def longest_text(variant: Variant) -> int:
 
 @dataclass(frozen=True)
 class ComfyInputs:
-    """What ComfyUI's own model of a family makes of a CONDITIONING and a LATENT before it computes with them.
-
-    Training on what ComfyUI's encoders made has to do the same; comfy/inputs.py does. Read in comfy/model_base.py
-    (extra_conds) and comfy/latent_formats.py (process_in) of ComfyUI 0.33.0.
+    """What ComfyUI's own model of a family makes of a CONDITIONING and a LATENT before it computes with them, and
+    comfy/inputs.py as well. Source: extra_conds (model_base.py) and process_in (latent_formats.py) of ComfyUI 0.33.0.
     """
 
     states: str  # the text input, as make_inputs names it, that the CONDITIONING's tensor becomes
@@ -252,15 +232,14 @@ class ComfyInputs:
 
 
 class EulerSteps(Protocol):
-    """The steps of one picture from noise to latents: where its noise levels are, and what a step does. All tensors are
-    float32 on the CPU, latents and noise are [1, C, F, H, W]."""
+    """The steps of one picture from noise to latents. All tensors are float32 on the CPU, latents and noise are
+    [1, C, F, H, W]."""
 
-    @property
-    def levels(self) -> Tensor:
-        """The noise level of each step, as the model gets it. [steps]"""
+    levels: Tensor  # the noise level of each step, as the model gets it. [steps]
 
     def start(self, noise: Tensor) -> Tensor:
-        """What the first step begins with, of plain noise."""
+        """What the first step begins with."""
+        return noise
 
     def step(self, index: int, latents: Tensor, said: Tensor, plain: Tensor | None, scale: float) -> Tensor:
         """The latents after a step. said: by the model of the prompt. plain: of the empty one; None without
@@ -268,20 +247,7 @@ class EulerSteps(Protocol):
 
     def end(self, latents: Tensor) -> Tensor:
         """Normalised latents, of those that the last step leaves."""
-
-
-class HostDecoding(Protocol):
-    """A VAE of ComfyUI's that makes pixels of the latents that a HostModel computes with."""
-
-    def needed_bytes(self, shape: tuple[int, ...]) -> int:
-        """What weights and decoding take on a card, by ComfyUI's own estimate. shape: of latents, [1, C, F, H, W]"""
-
-    def decode(self, latents: Tensor, device: torch.device) -> Tensor:
-        """Pixels in 0..1, float32 on the CPU, of latents [1, C, F, H, W]. [F, height, width, 3] Raises: Stopped where
-        the host's user has pressed Cancel."""
-
-    def close(self) -> None:
-        """Make room."""
+        return latents
 
 
 class HostModel(Protocol):
@@ -296,14 +262,12 @@ class HostModel(Protocol):
     def add_noise(
         self, latents: Tensor, noise: Tensor, times: Tensor, given: Mapping[str, Tensor] = {}
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Noisy latents, what the network should say of them, and their sigmas, float32.
-        latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
-        given: of families/comfy/inputs.py. A noise mask is 1 where sampling denoises all; what it leaves is put in as
-        it does, [B, 1 or C, F, H, W]. Streams say how packed latents are taken apart."""
+        """Noisy latents, what the network should say of them, and their sigmas, float32. latents, noise: float32,
+        [B, C, F, H, W]. times: 0..1, 1 is noise, [B]. given: of families/comfy/inputs.py; what a noise mask leaves is
+        put in as sampling does, and streams say how packed latents are taken apart."""
 
     def computing_in(self, dtype: torch.dtype) -> HostModel:
-        """The same, to be computed in another type. Raises: ValueError if the host does not take this type's range to
-        be enough."""
+        """The same, to be computed in another type. Raises: ValueError where the host takes its range for too small."""
 
     def time_of(self, level: float) -> float:
         """The time that add_noise takes for a noise level as objective.lowest_noise counts it, both in 0..1."""
@@ -311,9 +275,8 @@ class HostModel(Protocol):
     def predict(
         self, model: nn.Module, noisy: Tensor, sigmas: Tensor, given: Mapping[str, Tensor], guidance: float | None
     ) -> Tensor:
-        """What the network says of noisy latents, as sampling calls it. [B, C, F, H, W]
-        given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch, and the noise mask that
-        add_noise was given, if any."""
+        """What the network says of noisy latents, as sampling calls it. [B, C, F, H, W] given: a CONDITIONING as
+        families/comfy/inputs.py reads it from the cache, with a batch, and the noise mask that add_noise was given."""
 
     @property
     def text_class(self) -> str:
@@ -323,14 +286,15 @@ class HostModel(Protocol):
         self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
     ) -> None:
         """Load them as the model's child TEXT_ENCODERS; predict then takes tokens in the place of a CONDITIONING.
-        files, kind: as cache.stock_clip and stock_clip_type name them. path: of the model's own file.
-        fingerprint: the name that they must have. Raises: ValueError for others."""
+        files, kind: as cache.stock_clip and stock_clip_type name them. path: of the model's own file. Raises:
+        ValueError for others than those of this fingerprint."""
 
     def euler_steps(self, steps: int) -> EulerSteps:
         """So many steps, as its sampler makes them."""
 
-    def open_vae(self, path: Path) -> HostDecoding:
-        """The VAE of a file. Raises: ValueError for a file that holds none."""
+    def decode(self, path: Path, drawn: Sequence[Tensor], place_for: Callable[[int], torch.device]) -> Iterator[Tensor]:
+        """Pixels of latents [1, C, F, H, W], by the VAE of a file on the device for as many bytes as ComfyUI estimates;
+        as of Decoder of sampling/draw.py. Raises: Stopped where the host's user has pressed Cancel."""
 
     def read_lora(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Tensor]]:
         """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py. Those of

@@ -52,11 +52,11 @@ class TensorPlan:
 
     Args:
         linears: the divided linears; every other parameter is whole on each device. The first match counts.
-        num_heads: the attribute that has the number of heads.
-        width: the attribute that has heads times features per head; "" where head_dim says the latter.
-        attributes: pattern of an attribute that holds a number -> what it counts; each device gets its share of the
-            number. A name that is no unit is that of a linear: the number is that of all its features that are of no
-            head. {} for num_heads and num_kv_heads.
+        num_heads: the attribute that has the number of heads; others of its name in the block have it as well.
+        width: the attribute that has heads times features per head; "" for what the first linear behind heads takes.
+        attributes: pattern of any further attribute that holds a number -> what it counts; each device gets its share
+            of the number. A name that is no unit is that of a linear: the number is that of all its features that are
+            of no head.
         norms: patterns of RMS norms over all heads: their weight is divided, their mean square summed over devices.
         num_kv_heads: the attribute that has the number of heads of keys and values; "" if there are as many.
         block: pattern of the name of the block's class.
@@ -64,7 +64,6 @@ class TensorPlan:
             device gets its own heads.
         decided: patterns of modules that choose by what they compute, as which experts a token goes to. All devices
             take the first one's choice: theirs could differ by a last bit.
-        head_dim: the attribute that has the features per head, of classes that have no width.
     """
 
     linears: tuple[Divided, ...]
@@ -76,11 +75,13 @@ class TensorPlan:
     block: str = "*"
     arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     decided: tuple[str, ...] = ()
-    head_dim: str = ""
 
-    def __post_init__(self) -> None:
-        numbers = {self.num_heads: "heads", **({self.num_kv_heads: "kv_heads"} if self.num_kv_heads else {})}
-        object.__setattr__(self, "attributes", self.attributes or numbers)
+    def counted(self, path: str) -> str | None:
+        """What the number in an attribute of the block counts; None for what every device has as it is."""
+        named = next((what for pattern, what in self.attributes.items() if fnmatchcase(path, pattern)), None)
+        *_, leaf = path.split(".")
+        is_of_heads, is_of_kv_heads = (leaf == each.split(".")[-1] for each in (self.num_heads, self.num_kv_heads))
+        return named or ("heads" if is_of_heads else "kv_heads" if is_of_kv_heads else None)
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""

@@ -156,17 +156,10 @@ def _experts(
 def make_inputs(
     latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
 ) -> dict[str, Any]:
-    """Keyword arguments of the transformer, as WanPipeline passes them.
-
-    TI2V-5B's pipeline gives every token a timestep of its own. For text-to-video they are all equal, and one per sample
-    means the same at a fraction of the memory.
-
-    Args:
-        latents: noisy, [B, C, F, H, W]; H and W even.
-        text: prompt_embeds [B, S, D]; for image-to-video also image_condition, as encode_condition makes it, or the
-            clean first_latents [B, C, 1, H, W].
-    """
-    assert guidance is None, "Wan has no guidance input"
+    """Keyword arguments of the transformer, as WanPipeline passes them, but of TI2V-5B's equal timesteps of all tokens
+    one per sample, at a fraction of the memory. latents: noisy, [B, C, F, H, W]; H and W even. text: prompt_embeds
+    [B, S, D]; for image-to-video also image_condition, as encode_condition makes it, or the clean first_latents
+    [B, C, 1, H, W]."""
     if "image_condition" in text:
         latents = torch.cat([latents, text["image_condition"].to(latents)], dim=1)
     timestep = sigma * 1000.0
@@ -185,11 +178,10 @@ def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor
     return output
 
 
-def _statistics(vae: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation per channel, [1, C, 1, 1, 1], float32, from the VAE's config."""
-    shape = (1, -1, 1, 1, 1)
-    mean = torch.tensor(vae.config.latents_mean, device=device).view(shape)
-    return mean, torch.tensor(vae.config.latents_std, device=device).view(shape)
+def _statistics(vae: Any, device: torch.device) -> list[torch.Tensor]:
+    """Mean and standard deviation per channel, [C, 1, 1, 1], float32, from the VAE's config."""
+    both = vae.config.latents_mean, vae.config.latents_std
+    return [torch.tensor(values, device=device).view(-1, 1, 1, 1) for values in both]
 
 
 def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -240,9 +232,6 @@ def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
     return (samples - mean) / std
 
 
-# ComfyUI pads to 512 tokens, zeroes the padding's states, and cuts nothing.
-_COMFY = ComfyInputs(states="prompt_embeds", width="text_dim", normalise=normalise_samples, latent_dims=3)
-
 _ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 # Below "blocks.{}.": original name -> diffusers'. The original counts norms in the order they were written (norm3 comes
 # second), diffusers as they run. The other two have no weights.
@@ -267,22 +256,6 @@ _OUTSIDE = {
     "head.modulation": "scale_shift_table",
     "head.head": "proj_out",
 }
-_RENAMES = (
-    *(Rename(f"blocks.{{}}.{original}", (f"blocks.{{}}.{diffusers}",)) for original, diffusers in _IN_BLOCKS.items()),
-    *(Rename(original, (diffusers,)) for original, diffusers in _OUTSIDE.items()),
-)
-
-# q and k are normalised over all heads.
-_TENSOR = plan(
-    heads="attn[12].to_[qkv]",
-    back="attn[12].to_out.0",
-    mlp="ffn.net.0.proj>ffn.net.2",
-    num_heads="attn1.heads",
-    width="attn1.inner_dim",
-    attributes={"attn[12].heads": "heads"},
-    norms=("attn[12].norm_[qk]",),
-)
-
 WAN = ModelFamily(
     name="wan",
     title="Wan",
@@ -311,7 +284,10 @@ WAN = ModelFamily(
         *_experts("wan2.2-i2v-a14b", _I2V_14B, boundary=0.9, sampling=_sampling(3.5, 5.0), condition="first_frame"),
         Variant("wan2.2-ti2v-5b-i2v", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B, condition="first_latents"),
     ),
-    renames=_RENAMES,
+    renames=(
+        *(Rename(f"blocks.{{}}.{name}", (f"blocks.{{}}.{diffusers}",)) for name, diffusers in _IN_BLOCKS.items()),
+        *(Rename(original, (diffusers,)) for original, diffusers in _OUTSIDE.items()),
+    ),
     modelspec_architecture="wan2.1",
     ss_base_model_version="wan",
     make_inputs=make_inputs,
@@ -325,7 +301,14 @@ WAN = ModelFamily(
         "vace_*": "it is VACE, whose control inputs are not made here",
         "control_adapter.*": "it is a camera model, whose control inputs are not made here",
     },
-    tensor=_TENSOR,
-    comfy=_COMFY,
+    tensor=plan(
+        heads="attn[12].to_[qkv]",
+        back="attn[12].to_out.0",
+        mlp="ffn.net.0.proj>ffn.net.2",
+        num_heads="attn1.heads",
+        norms=("attn[12].norm_[qk]",),  # over all heads
+    ),
+    # ComfyUI pads to 512 tokens, zeroes the padding's states, and cuts nothing.
+    comfy=ComfyInputs(states="prompt_embeds", width="text_dim", normalise=normalise_samples, latent_dims=3),
     sampling=_sampling(5.0, 5.0),
 )

@@ -17,7 +17,7 @@ from ..parallel.devices import CPU, find_device
 from ..parallel.ranks.group import Ranks
 from ..parallel.runner import Runner
 from ..planning.costs import latent_shape_of
-from ..sampling.draw import Decoder, Drawing, HostDecoder, make_drawing, picture_size
+from ..sampling.draw import Decoder, Drawing, make_drawing, picture_size
 from ..sampling.sampler import Sampler
 from ..training.batches import CachedSamples
 from .checked_job import JobPlan
@@ -110,9 +110,6 @@ def make_sampler(
     if plan.training is not None and wanted != CPU:
         reserved = {find_device(each.device): each.reserved for each in plan.training.devices}
         limits = {device: reserved[device] for device in sorted(reserved, key=lambda device: device != wanted)}
-    decoder: Decoder | HostDecoder = Decoder(family, variant, path, getattr(torch, job.cache.dtype), limits)
-    if family.host is not None:
-        decoder = HostDecoder(family.host, path, limits)
     return Sampler(
         settings=job.samples,
         drawing=_drawing(plan),
@@ -126,7 +123,7 @@ def make_sampler(
         replica=lambda: runner.replica_for(0),
         compiled=assembled.all_compiled,
         devices=plan.placement.used_devices,
-        decoder=decoder,
+        decoder=Decoder(family, variant, path, getattr(torch, job.cache.dtype), limits),
         events=events,
         ranks=ranks,
         in_lockstep=runner.in_lockstep,

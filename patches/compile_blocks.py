@@ -1,9 +1,7 @@
-"""Regional compilation: every kind of transformer block is compiled once and reused for all blocks of its kind.
+"""Regional compilation: the forward of every kind of block is compiled once, without the call and the hooks around it.
 
-Only a block's forward is compiled, never the call around it, so hooks stay Python and cause no graph break. Weights
-enter the graphs as inputs, so blocks alike share one. A job of one shape is compiled for it alone. Where there are
-several, or nobody can tell, numbers of tokens are unknowns of the graphs. How many graphs that may take is torch's
-limit, so that a model which compiles anew for every shape ends with an error instead of spending its time on it.
+A job of one shape is compiled for it alone. Where there are several, or nobody can tell, numbers of tokens are unknowns
+of the graphs. How many graphs that may take is torch's limit: beyond it a job ends with an error.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,22 +36,8 @@ _SHAPES_IF_UNKNOWN = 4
 _MOST_GRAPHS = 256  # per class; torch keeps no more (accumulated_recompile_limit)
 Forward = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Compiler = Callable[[Forward], Forward]
 Watch = Callable[[nn.Module, Forward, Forward, Arguments], None]
-
-
-class Compiler:
-    """torch.compile with options that all blocks share, since graphs are of one backend."""
-
-    def __init__(self, backend: str | Callable[..., Any], **options: Any) -> None:
-        self._backend, self._options = backend, options
-        self._out_of_place = OutOfPlace(backend)
-
-    def __call__(self, forward: Forward) -> Forward:
-        return torch.compile(forward, backend=self._backend, **self._options)
-
-    def out_of_place(self, forward: Forward) -> Forward:
-        """Of one that writes into tensors; see OutOfPlace."""
-        return torch.compile(forward, backend=self._out_of_place, **self._options)
 
 
 class CompiledBlocks:
@@ -63,10 +48,11 @@ class CompiledBlocks:
         self._settings = settings
         self._graphs_before = _count_graphs()
 
-    def compile(self, block: nn.Module, compiler: Compiler) -> None:
-        """What stands in the place of a block's forward (InPlaceGuard) stays there, around what is compiled."""
+    def compile(self, block: nn.Module, compiler: Compiler, out_of_place: Compiler | None = None) -> None:
+        """What stands in the place of a block's forward (InPlaceGuard) stays there, around what is compiled by the
+        second of these, which all blocks share: graphs are of one backend."""
         own: Any = block.forward
-        block.forward = own.compiled(compiler) if hasattr(own, "compiled") else compiler(own)
+        block.forward = own.compiled(out_of_place) if hasattr(own, "compiled") else compiler(own)
         self._own[block] = own
 
     @property
@@ -145,13 +131,8 @@ def compile_fault(devices: Sequence[torch.device]) -> str:
 def apply_compile(
     model: nn.Module, family: ModelFamily, max_graphs: int = 64, *, is_dynamic: bool = False, **options: Any
 ) -> CompiledBlocks:
-    """Compile the forward of every block of a model, in place; the work is done at the first calls.
-
-    Args:
-        max_graphs: that torch may keep per class of block; beyond it a call raises. Before torch 2.13 it is a limit of
-            the process, raised until remove().
-        is_dynamic: compile for any number of tokens instead of those that come.
-    """
+    """Compile the forward of every block of a model, in place; the work is done at the first calls. max_graphs: of a
+    class of block, before torch 2.13 a limit of the process until remove(). is_dynamic: for any number of tokens."""
     blocks = _called_blocks(model, family)
     settings = ExitStack()
     handle = CompiledBlocks(settings)
@@ -159,10 +140,12 @@ def apply_compile(
         options = {"recompile_limit": max_graphs, **options}
     else:
         settings.enter_context(torch._dynamo.config.patch(recompile_limit=max_graphs))
-    compiler = Compiler(**{"backend": "inductor", "fullgraph": True, "dynamic": is_dynamic, **options})
+    options = {"backend": "inductor", "fullgraph": True, "dynamic": is_dynamic, **options}
+    compiler = partial(torch.compile, **options)
+    out_of_place = partial(torch.compile, **options | {"backend": OutOfPlace(options["backend"])})
     try:
         for block in blocks:
-            handle.compile(block, compiler)
+            handle.compile(block, compiler, out_of_place)
     except BaseException:
         handle.remove()
         raise

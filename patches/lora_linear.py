@@ -24,9 +24,8 @@ OFT (arXiv 2306.07280) rotates a layer's outputs without its bias, in blocks of 
 
     y = base(x) + (base(x) - bias) (R - 1)        R = (1 + Q) (1 - Q)^-1, Q = oft_blocks - oft_blocks^T (Cayley)
 
-Each of PEFT's layers gets a subclass of its class, whose forward computes this way where PEFT would compute exactly
-that (one active adapter, no dropout, not merged, no autocast), and calls PEFT's otherwise. Why:
-docs/decisions/0005-eight-bit-linears.md.
+Each of PEFT's layers gets a subclass whose forward computes this way where PEFT would compute exactly that (one active
+adapter, no dropout, not merged, no autocast). Why: docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations

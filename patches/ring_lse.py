@@ -1,9 +1,8 @@
 """Makes the ring attention of diffusers 0.37 to 0.39 right with torch 2.9 and newer ("ROCm LSE fix").
 
-Ring attention merges partial results with their log-sum-exp (LSE), which diffusers needs as [B, S, N, 1] beside an
-output [B, S, N, H]. Up to 0.39 torch's version decides whether it adds the last dim, and not the LSE's rank. The fix
-wraps the attention op that a ring function is given, so that the LSE has the rank which the version test expects. The
-backward of ring attention before 0.40 is not fixed. Which release does what: docs/decisions/0003-ring-lse-fix.md.
+Up to 0.39 torch's version, and not the rank of the log-sum-exp (LSE), decides whether diffusers adds its last dim. The
+fix wraps the attention op that a ring function is given, so that the LSE has the rank which the version test expects.
+The backward before 0.40 is not fixed. Which release does what: docs/decisions/0003-ring-lse-fix.md.
 
 Legend: B batch, S tokens (local shard), N heads, H head dim.
 """

@@ -1,11 +1,8 @@
 """From a prompt to latents, in Euler steps of the model that trains; to pixels, and to the bytes of a picture file.
 
-EulerSteps (families/spec.py) are of diffusers' scheduler, or for ComfyUI's own classes of its sampler's rules
-(nodes/host/native/drawing.py). What is drawn is kept on the CPU in float32, so a split changes nothing of it. The noise
-is what diffusers' pipelines and ComfyUI draw from the same seed on the CPU.
-
-The VAE goes to a device of the run if what decoding takes there stays below what training was forecast to reserve, so
-pictures raise no peak. Where the whole picture is too much, tiles may fit. Else the CPU decodes, in float32.
+What is drawn is kept on the CPU in float32, so a split changes nothing of it. The noise is what diffusers' pipelines
+and ComfyUI draw from the same seed. The VAE goes to a device of the run if decoding, whole or in tiles, stays below
+what training was forecast to reserve there, so pictures raise no peak. Else the CPU decodes, in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from PIL import Image
 
 from ..config.training import SamplesConfig
 from ..encoding.vae import load_vae
-from ..families.spec import EulerSteps, HostModel, ModelFamily, Variant
+from ..families.spec import EulerSteps, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
 from ..planning.dry_run import META, Kernels, MemoryMeter, as_on_card
 from ..system.stopping import Stopped
@@ -49,10 +46,7 @@ class Drawing:
 
 
 def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant) -> Drawing:
-    """The job's settings, else what is usual for the model.
-
-    Raises: ValueError for a family that nobody has said how to draw with.
-    """
+    """The job's settings, else what is usual for the model. Raises: ValueError where nobody has said what is."""
     usual = variant.sampling or family.sampling
     if usual is None:
         raise ValueError(f"samples.prompts: how {family.title} draws pictures is not described; remove them")
@@ -65,7 +59,7 @@ def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant)
     return Drawing(settings.seed, guidance if has_input else None, 1.0 if has_input else guidance, begin)
 
 
-class ScheduledSteps:
+class ScheduledSteps(EulerSteps):
     """diffusers' scheduler for models of velocity; see EulerSteps. Levels evenly from 1 to 1 / steps, shifted by s of
     families/spec.py's ShiftRule, then 0."""
 
@@ -78,9 +72,6 @@ class ScheduledSteps:
         self._scheduler = scheduler
         self.levels: torch.Tensor = scheduler.sigmas[:-1]
 
-    def start(self, noise: torch.Tensor) -> torch.Tensor:
-        return noise
-
     def step(
         self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
@@ -88,9 +79,6 @@ class ScheduledSteps:
         time = self._scheduler.timesteps[index]
         stepped: torch.Tensor = self._scheduler.step(velocity, time, latents, return_dict=False)[0]
         return stepped
-
-    def end(self, latents: torch.Tensor) -> torch.Tensor:
-        return latents
 
 
 def draw_latents(
@@ -105,11 +93,8 @@ def draw_latents(
 ) -> torch.Tensor:
     """Normalised latents of one picture, float32 on the CPU. [1, *shape]
 
-    Args:
-        num_tokens: image tokens of the picture.
-        text, empty: what the model reads of the prompt, and for classifier-free guidance of the empty one.
-        tell: called with the steps done and their number.
-    Raises: Stopped between two steps, when should_stop() is true.
+    num_tokens: of the picture. text, empty: what the model reads of the prompt, and for classifier-free guidance of
+    the empty one. tell: called with the steps done and their number. Raises: Stopped, between two steps.
     """
     steps = drawing.begin(num_tokens)
     latents = steps.start(torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(drawing.seed)))
@@ -129,11 +114,8 @@ def picture_size(
     settings: SamplesConfig, family: ModelFamily, variant: Variant, side: int, frames: int
 ) -> tuple[int, int, int]:
     """Height and width in pixels and frames of every picture; side and frames are taken where the job names none.
-
-    Raises: ValueError naming the setting that the model does not take.
-    """
-    latent = family.latent_of(variant)
-    width = settings.width or side
+    Raises: ValueError naming the setting that the model does not take."""
+    latent, width = family.latent_of(variant), settings.width or side
     height = settings.height or width
     num_frames = settings.frames or (frames if latent.is_video else 1)
     for name, value in (("width", width), ("height", height)):
@@ -158,8 +140,8 @@ def picture_size(
 
 @dataclass
 class Decoder:
-    """Makes pixels of latents with the VAE at path, on a GPU in dtype. limits: bytes that may be reserved on each
-    device that may decode, in order; {} leaves the CPU."""
+    """Makes pixels of latents with the VAE at path, on a GPU in dtype; of a family with a host it does. limits: bytes
+    that may be reserved on each device that may decode, in order; {} leaves the CPU."""
 
     family: ModelFamily
     variant: Variant
@@ -169,10 +151,11 @@ class Decoder:
     _needs: dict[Any, int] = field(default_factory=dict)
 
     def decode(self, drawn: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
-        """Pixels of each, 0..255; every entry of drawn is [1, C, F, H, W]. Yields [F, height, width, 3], uint8.
-
-        Raises: ValueError or OSError for a VAE that cannot be read.
-        """
+        """Pixels of each, 0..255; every entry of drawn is [1, C, F, H, W]. Yields [F, height, width, 3], uint8, on the
+        CPU. Raises: ValueError or OSError for a VAE that cannot be read."""
+        if self.family.host is not None:
+            yield from self.family.host.decode(self.path, drawn, lambda held: _first_with_room(self.limits, held))
+            return
         vae = load_vae(self.family, self.variant, self.path, self.dtype)
         try:
             place, is_tiled = self._find_place(vae, max((tuple(each.shape) for each in drawn), key=math.prod))
@@ -205,30 +188,6 @@ class Decoder:
             if place != CPU:
                 return place, is_tiled
         return CPU, False
-
-
-@dataclass(frozen=True)
-class HostDecoder:
-    """As Decoder, with a VAE, or a checkpoint that holds one, that ComfyUI loads and runs, in tiles where need be."""
-
-    host: HostModel
-    path: Path
-    limits: Mapping[torch.device, int] = field(default_factory=dict)
-
-    def decode(self, drawn: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
-        """See Decoder.decode. Raises: Stopped where the host's user has pressed Cancel."""
-        vae = self.host.open_vae(self.path)
-        try:
-            shape = max((tuple(each.shape) for each in drawn), key=math.prod)
-            place = _first_with_room(self.limits, vae.needed_bytes(shape))
-            for latents in drawn:
-                pixels = vae.decode(latents, place)
-                if not torch.isfinite(pixels).all():
-                    raise RuntimeError(f"the VAE {self.path} makes numbers of it that are not finite")
-                yield (pixels * 255).clamp(0, 255).to(torch.uint8)  # as ComfyUI's Save Image rounds
-        finally:
-            vae.close()
-            release_cached_memory()
 
 
 def _first_with_room(limits: Mapping[torch.device, int], held: int) -> torch.device:

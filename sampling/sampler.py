@@ -1,7 +1,6 @@
-"""When a run draws its sample pictures, and how they reach the disk and the outside.
+"""When a run draws its sample pictures, between two steps by the model that trains, and how they reach the disk.
 
-They are drawn between two steps by the model that trains, in place: eager, without gradients, dropout or gradient
-checkpointing. Random states are put back afterwards. Whatever goes wrong with a picture is a warning.
+It is eager meanwhile, without gradients, dropout or gradient checkpointing. Whatever goes wrong is a warning.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..system.files import write_atomically
 from ..system.stopping import Requests, Stopped, never
 from ..training.batches import CachedSamples
 from ..training.objective import predict
-from .draw import Decoder, Drawing, HostDecoder, Text, as_file, draw_latents
+from .draw import Decoder, Drawing, Text, as_file, draw_latents
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Sampler:
     replica: Callable[[], tuple[nn.Module, torch.device]]
     compiled: Sequence[CompiledBlocks]
     devices: Sequence[torch.device]
-    decoder: Decoder | HostDecoder
+    decoder: Decoder
     events: EventLog
     ranks: Ranks = ALONE
     in_lockstep: bool = False
@@ -118,15 +117,12 @@ class Sampler:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Inside, the model draws; afterwards everything is as it was."""
-        states = random_states(self.devices)
-        model, _ = self.replica()
+        states, (model, _) = random_states(self.devices), self.replica()
         release_cached_memory()  # of the step before, in sizes that pictures do not have
         try:
-            with ExitStack() as stack:
+            with torch.no_grad(), sound_attention(), ExitStack() as stack:
                 for each in self.compiled:
                     stack.enter_context(each.paused())
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(sound_attention())
                 model.eval()
                 yield
         finally:

@@ -27,7 +27,7 @@ from demo_data import CAPTION, load_photo
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import ObjectiveConfig
 from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text
-from devicebridge.families.flux2 import FLUX2
+from devicebridge.families.flux import FLUX2
 from devicebridge.training.objective import add_noise, draw_quantiles, make_noise_schedule, prediction_loss
 from torch import nn
 

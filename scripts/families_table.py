@@ -145,7 +145,7 @@ def _others(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
             ]
             if not (row.refusal or row.class_name in no_tokens or row.class_name in written):
                 cells[2] = "derived"
-            yield _row(f"`{row.class_name}`", [f"`{row.module}`", *cells])
+            yield _row(f"`{row.class_name}`", [f"`{row.path.rpartition('.')[0]}`", *cells])
     yield from ("", *reasons.lines())
 
 

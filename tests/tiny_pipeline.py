@@ -14,7 +14,7 @@ import torch
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.data.samples import BatchOrder
 from devicebridge.events import Event, EventLog
-from devicebridge.families.flux2 import _SYSTEM_MESSAGE
+from devicebridge.families.flux import _SYSTEM_MESSAGE
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.tests.toy import TINY

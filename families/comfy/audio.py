@@ -7,21 +7,16 @@ from .native import NativeModel
 
 AUDIO_MODELS: tuple[NativeModel, ...] = (
     NativeModel(
-        class_name="ACEStepTransformer2DModel",
-        module="comfy.ldm.ace.model",
+        path="comfy.ldm.ace.model.ACEStepTransformer2DModel",
         block_lists=("transformer_blocks",),
         tail=("final_layer",),
-        note="ACE-Step 1; the lyric encoder's own layers stay on the main device",
         # The MLP is of convolutions and stays whole: half of the products of a block.
-        tensor=plan(
-            heads="*attn.to_[qkv]", back="*attn.to_out.0", width="attn.inner_dim", attributes={"*attn.heads": "heads"}
-        ),
+        tensor=plan(heads="*attn.to_[qkv]", back="*attn.to_out.0"),
         text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call
         is_joint=False,
     ),
     NativeModel(
-        class_name="AceStepConditionGenerationModel",
-        module="comfy.ldm.ace.ace_step15",
+        path="comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel",
         block_lists=("decoder.layers",),
         tail=("decoder.norm_out", "decoder.proj_out"),
         front_parameters=("null_condition_emb",),
@@ -36,16 +31,13 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
             mlp="mlp.gate_proj,mlp.up_proj>mlp.down_proj",
             num_heads="self_attn.num_heads",
             num_kv_heads="self_attn.num_kv_heads",
-            width="self_attn.q_proj.out_features",
-            attributes={"*_attn.num_heads": "heads", "*_attn.num_kv_heads": "kv_heads"},
         ),
         no_forecast="its forward depends on numbers of text and reference; a dry run has shapes",
         text_modules=("cross_attn.[kv]_proj",),
         is_joint=False,
     ),
     NativeModel(
-        class_name="AudioDiffusionTransformer",
-        module="comfy.ldm.audio.dit",
+        path="comfy.ldm.audio.dit.AudioDiffusionTransformer",
         block_lists=("transformer.layers",),
         tail=("transformer.project_out", "postprocess_conv"),
         replace_keys={"double_block": "transformer.layers"},
@@ -60,16 +52,14 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
             mlp="ff.ff.0.proj>ff.ff.2",
             num_heads="self_attn.num_heads",
             num_kv_heads="cross_attn.kv_heads",
-            width="self_attn.dim",
-            attributes={"*_attn.num_heads": "heads", "self_attn.kv_heads": "heads", "cross_attn.kv_heads": "kv_heads"},
+            attributes={"self_attn.kv_heads": "heads"},
         ),
         text_modules=("cross_attn.to_kv",),
         sample_modules=("to_scale_shift_gate.*",),
         is_joint=False,
     ),
     NativeModel(
-        class_name="MiniMaxMusic3DiT",
-        module="comfy.ldm.minimax_music.dit",
+        path="comfy.ldm.minimax_music.dit.MiniMaxMusic3DiT",
         block_lists=("diffusion_transformer.transformer.layers",),
         tail=("diffusion_transformer.transformer.project_out", "diffusion_transformer.postprocess_conv"),
         note="long pieces run all blocks once per window; the windows are added up on the main device",
@@ -78,13 +68,11 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
             back="self_attn.to_out",
             mlp="ff.ff.0.proj>ff.ff.2",
             num_heads="self_attn.num_heads",
-            width="self_attn.to_out.in_features",
         ),
         is_joint=False,
     ),
     NativeModel(
-        class_name="YuE2",
-        module="comfy.ldm.yue2.model",
+        path="comfy.ldm.yue2.model.YuE2",
         block_lists=("model.layers",),
         tail=("model.norm", "llm2vae"),
         is_sequential=True,

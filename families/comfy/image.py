@@ -10,8 +10,7 @@ from .native import NativeModel
 _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
 
 FLUX = NativeModel(
-    class_name="Flux",
-    module="comfy.ldm.flux.model",
+    path="comfy.ldm.flux.model.Flux",
     block_lists=("double_blocks", "single_blocks"),
     tail=("final_layer",),
     replace_keys={"double_block": "double_blocks", "single_block": "single_blocks"},
@@ -37,21 +36,19 @@ FLUX = NativeModel(
         gathered="modulation.lin",
         num_heads="num_heads",
         width="hidden_size",
-        attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
+        attributes={"hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
     ),
 )
 
 CHROMA = dataclasses.replace(
     FLUX,
-    class_name="Chroma",
-    module="comfy.ldm.chroma.model",
+    path="comfy.ldm.chroma.model.Chroma",
     is_sequential=True,
     note="the main device sends each block its slices of the modulation; skip_mmdit and skip_dit may skip blocks",
 )
 
 QWEN_IMAGE = NativeModel(
-    class_name="QwenImageTransformer2DModel",
-    module="comfy.ldm.qwen_image.model",
+    path="comfy.ldm.qwen_image.model.QwenImageTransformer2DModel",
     block_lists=("transformer_blocks",),
     tail=("norm_out", "proj_out"),
     replace_keys={"double_block": "transformer_blocks"},
@@ -64,13 +61,11 @@ QWEN_IMAGE = NativeModel(
         back="attn.to_out.0/attn.to_out.1 attn.to_add_out",  # a dropout may read what it passes on
         mlp="img_mlp.net.0.proj>img_mlp.net.2 txt_mlp.net.0.proj>txt_mlp.net.2",
         gathered="*_mod.1",  # a third of the model's weights
-        width="attn.inner_dim",
     ),
 )
 
 SD3 = NativeModel(
-    class_name="OpenAISignatureMMDITWrapper",
-    module="comfy.ldm.modules.diffusionmodules.mmdit",
+    path="comfy.ldm.modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",
     block_lists=("joint_blocks",),
     tail=("final_layer",),
     replace_keys={"double_block": "joint_blocks"},
@@ -84,14 +79,11 @@ SD3 = NativeModel(
         mlp="x_block.mlp.fc1>x_block.mlp.fc2 context_block.mlp.fc1>context_block.mlp.fc2",
         gathered="*_block.adaLN_modulation.1",
         num_heads="x_block.attn.num_heads",
-        width="x_block.attn.qkv.in_features",
-        attributes={"*_block.attn*.num_heads": "heads"},
     ),
 )
 
 NEXT_DIT = NativeModel(
-    class_name="NextDiT",
-    module="comfy.ldm.lumina.model",
+    path="comfy.ldm.lumina.model.NextDiT",
     block_lists=("layers",),
     tail=("final_layer",),
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
@@ -107,17 +99,14 @@ NEXT_DIT = NativeModel(
         gathered="adaLN_modulation.*",
         num_heads="attention.n_local_heads",
         num_kv_heads="attention.n_local_kv_heads",
-        width="attention.out.in_features",
     ),
 )
 
 OMNIGEN_2 = NativeModel(
-    class_name="OmniGen2Transformer2DModel",
-    module="comfy.ldm.omnigen.omnigen2",
+    path="comfy.ldm.omnigen.omnigen2.OmniGen2Transformer2DModel",
     block_lists=("layers",),
     tail=("norm_out",),
     front_parameters=("image_index_embedding",),
-    note="the three refiners, two blocks each, stay on the main device",
     tensor=plan(
         block="OmniGen2TransformerBlock",
         heads="attn.to_q",
@@ -126,14 +115,12 @@ OMNIGEN_2 = NativeModel(
         mlp="feed_forward.linear_[13]>feed_forward.linear_2",
         gathered="norm1.linear",
         num_kv_heads="attn.kv_heads",
-        width="attn.to_q.out_features",
     ),
     sample_modules=("*norm?.linear",),
 )
 
 PIXEL_DIT = NativeModel(
-    class_name="PixDiT_T2I",
-    module="comfy.ldm.pixeldit.model",
+    path="comfy.ldm.pixeldit.model.PixDiT_T2I",
     block_lists=("patch_blocks",),
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
     note="the pixel blocks stay on the main device: time is added to the stream before them",
@@ -147,7 +134,6 @@ PIXEL_DIT = NativeModel(
         mlp="mlp_x.w[13]>mlp_x.w2 mlp_y.w[13]>mlp_y.w2",
         gathered="adaLN_*.0",
         num_heads="attn.num_heads",
-        width="attn.proj_x.in_features",
     ),
     text_modules=("attn.*_y", "mlp_y.*"),
     is_joint=False,
@@ -156,8 +142,7 @@ PIXEL_DIT = NativeModel(
 _DOWN, _UP = (tuple(f"{name}.{level}" for level in range(4)) for name in ("down_blocks", "up_blocks"))
 
 CASCADE_C = NativeModel(
-    class_name="StageC",
-    module="comfy.ldm.cascade.stage_c",
+    path="comfy.ldm.cascade.stage_c.StageC",
     block_lists=(*_DOWN, *_UP),
     tail=("clf",),
     transport="relay",
@@ -172,15 +157,12 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     CHROMA,
     dataclasses.replace(
         CHROMA,
-        class_name="ChromaRadiance",
-        module="comfy.ldm.chroma_radiance.model",
+        path="comfy.ldm.chroma_radiance.model.ChromaRadiance",
         tail=("nerf_image_embedder", "nerf_blocks", "nerf_final_layer", "nerf_final_layer_conv"),
-        note="Chroma's blocks, then a pixel decoder of its own blocks, which stay on the main device",
     ),
     QWEN_IMAGE,
     NativeModel(
-        class_name="QwenImage21Transformer2DModel",
-        module="comfy.ldm.qwen_image21.model",
+        path="comfy.ldm.qwen_image21.model.QwenImage21Transformer2DModel",
         block_lists=("transformer_blocks",),
         tail=("norm_out", "proj_out"),
         replace_keys={"single_block": "transformer_blocks"},
@@ -197,36 +179,26 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             back="attn.to_out.0",
             features="img_mlp.gate_layer img_mlp.proj",
             features_back="img_mlp.out/img_mlp",
-            width="attn.to_out.0.in_features",
         ),
         note="blocks are handed an attention function that holds masks, or keys and values kept from the first step",
     ),
+    dataclasses.replace(QWEN_IMAGE, path="comfy.ldm.mage_flow.model.MageFlowTransformer2DModel"),
     dataclasses.replace(
         QWEN_IMAGE,
-        class_name="MageFlowTransformer2DModel",
-        module="comfy.ldm.mage_flow.model",
-        note="Qwen-Image's blocks on unpacked latents",
-    ),
-    dataclasses.replace(
-        QWEN_IMAGE,
-        class_name="LensTransformer2DModel",
-        module="comfy.ldm.lens.model",
+        path="comfy.ldm.lens.model.LensTransformer2DModel",
         patches_inside=(),
-        note="blocks return text first, as Qwen-Image's do",
         tensor=plan(
             qkv="attn.*_qkv",
             back="attn.to_out.0 attn.to_add_out",
             mlp="img_mlp.w[13]>img_mlp.w2 txt_mlp.w[13]>txt_mlp.w2",
             gathered="*_mod.1",
-            width="attn.inner_dim",
         ),
         is_joint=False,
     ),
     SD3,
-    dataclasses.replace(SD3, class_name="MMDiT", note="what SD3's class is derived from"),
+    dataclasses.replace(SD3, path="comfy.ldm.modules.diffusionmodules.mmdit.MMDiT"),
     NativeModel(
-        class_name="UNetModel",
-        module="comfy.ldm.modules.diffusionmodules.openaimodel",
+        path="comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel",
         block_lists=("input_blocks", "middle_block", "output_blocks"),
         tail=("out", "id_predictor"),
         transport="relay",
@@ -246,22 +218,19 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     CASCADE_C,
     dataclasses.replace(
         CASCADE_C,
-        class_name="StageB",
-        module="comfy.ldm.cascade.stage_b",
+        path="comfy.ldm.cascade.stage_b.StageB",
         control_keys=(),
         note="Stable Cascade's second model; the levels of the way up run their blocks several times",
     ),
     NEXT_DIT,
     dataclasses.replace(
         NEXT_DIT,
-        class_name="NextDiTPixelSpace",
+        path="comfy.ldm.lumina.model.NextDiTPixelSpace",
         tail=("dec_net",),
-        note="NextDiT with a pixel decoder for a tail",
         ends_on_main_device=True,
     ),
     NativeModel(
-        class_name="HiDreamImageTransformer2DModel",
-        module="comfy.ldm.hidream.model",
+        path="comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
         block_lists=("double_stream_blocks", "single_stream_blocks"),
         tail=("final_layer",),
         transport="relay",
@@ -275,7 +244,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             features_back="block.ff_i.*w2/block.ff_i block.ff_t.w2",
             gathered="block.adaLN_modulation.1",
             num_heads="block.attn1.heads",
-            width="block.attn1.inner_dim",
             norms=("block.attn1.[qk]_rms_norm*",),
             decided=("block.ff_i.gate",),
         ),
@@ -284,8 +252,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         routed_modules={"*.experts.*": 0.5},  # two of four
     ),
     NativeModel(
-        class_name="MMDiT",
-        module="comfy.ldm.aura.mmdit",
+        path="comfy.ldm.aura.mmdit.MMDiT",
         block_lists=("double_layers", "single_layers"),
         tail=("modF", "final_linear"),
         front_parameters=("positional_encoding", "register_tokens"),
@@ -299,13 +266,11 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             features_back="mlp*.c_proj",
             gathered="mod*.1",
             num_heads="attn.n_heads",
-            width="attn.w1q.out_features",
         ),
         text_modules=("mlpC.*",),
     ),
     NativeModel(
-        class_name="PixArtMS",
-        module="comfy.ldm.pixart.pixartms",
+        path="comfy.ldm.pixart.pixartms.PixArtMS",
         block_lists=("blocks",),
         tail=("final_layer",),
         # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.
@@ -314,10 +279,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     OMNIGEN_2,
     dataclasses.replace(
         OMNIGEN_2,
-        class_name="BooguTransformer2DModel",
-        module="comfy.ldm.boogu.model",
+        path="comfy.ldm.boogu.model.BooguTransformer2DModel",
         block_lists=("double_stream_layers", "single_stream_layers"),
-        note="OmniGen 2 with double blocks before the single ones; the refiners stay on the main device",
         # img_instruct_attn.to_out.0 takes whole sums and is whole: one of 24 such matrices of a block
         tensor=(
             plan(
@@ -330,37 +293,30 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
                 gathered="*_norm?.linear",
                 num_heads="img_self_attn.heads",
                 num_kv_heads="img_self_attn.kv_heads",
-                width="img_self_attn.to_q.out_features",
-                attributes={"img_*attn.heads": "heads", "img_*attn.kv_heads": "kv_heads"},
             )
             + OMNIGEN_2.tensor
         ),
         text_modules=("instruct_*", "*.instruct_*"),
     ),
     NativeModel(
-        class_name="JoyImageTransformer3DModel",
-        module="comfy.ldm.joyimage.model",
+        path="comfy.ldm.joyimage.model.JoyImageTransformer3DModel",
         block_lists=("double_blocks",),
         tail=("norm_out", "proj_out"),
         replace_keys={"double_block": "double_blocks"},
-        note="nothing but the stream between blocks",
         # Modulation is a table of the block.
         tensor=plan(
             qkv="attn.*_attn_qkv",
             back="attn.*_attn_proj",
             mlp="img_mlp.net.0.proj>img_mlp.net.2 txt_mlp.net.0.proj>txt_mlp.net.2",
             num_heads="attn.num_attention_heads",
-            width="attn.img_attn_proj.in_features",
         ),
         is_joint=False,
     ),
     NativeModel(
-        class_name="SingleStreamDiT",
-        module="comfy.ldm.krea2.model",
+        path="comfy.ldm.krea2.model.SingleStreamDiT",
         block_lists=("blocks",),
         tail=("last",),
         patches_inside=_SELF_ATTENTION,
-        note="the text fusion's own blocks stay on the main device",
         # The gate is one number per feature of every head of queries
         tensor=plan(
             heads="attn.wq attn.gate",
@@ -368,42 +324,34 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             back="attn.wo",
             mlp="mlp.gate,mlp.up>mlp.down",
             num_kv_heads="attn.kvheads",
-            width="attn.wq.out_features",
         ),
     ),
     NativeModel(
-        class_name="ErnieImageModel",
-        module="comfy.ldm.ernie.model",
+        path="comfy.ldm.ernie.model.ErnieImageModel",
         block_lists=("layers",),
         tail=("final_norm", "final_linear"),
-        note="one modulation, a list of tensors, for all blocks",
         # all blocks share one modulation
         tensor=plan(
             heads="self_attention.to_[qkv]",
             back="self_attention.to_out.0",
             mlp="mlp.gate_proj,mlp.up_proj>mlp.linear_fc2",
             num_heads="self_attention.heads",
-            width="self_attention.inner_dim",
         ),
     ),
     NativeModel(
-        class_name="Ideogram4Transformer2DModel",
-        module="comfy.ldm.ideogram4.model",
+        path="comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel",
         block_lists=("layers",),
         tail=("final_layer",),
-        note="one packed sequence of text and image",
         tensor=plan(
             qkv="attention.qkv",
             back="attention.o",
             mlp="feed_forward.w[13]>feed_forward.w2",
             gathered="adaln_modulation",
             num_heads="attention.num_heads",
-            width="attention.hidden_size",
         ),
     ),
     NativeModel(
-        class_name="HiDreamO1Transformer",
-        module="comfy.ldm.hidream_o1.model",
+        path="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
         block_lists=("language_model.layers",),
         tail=("language_model.norm", "final_layer2"),
         replace_keys={"double_block": "language_model.layers"},
@@ -417,8 +365,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         note="keys and values of the prompt stay on each block's card from step to step",
     ),
     NativeModel(
-        class_name="SenseNovaU15",
-        module="comfy.ldm.sensenova.model",
+        path="comfy.ldm.sensenova.model.SenseNovaU15",
         block_lists=("language_model.model.layers",),
         tail=("language_model.model.norm_mot_gen", "fm_modules"),
         evidence="outside",
@@ -428,16 +375,14 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     PIXEL_DIT,
     dataclasses.replace(
         PIXEL_DIT,
-        class_name="PidNet",
-        module="comfy.ldm.pixeldit.pid",
+        path="comfy.ldm.pixeldit.pid.PidNet",
         tail=(*PIXEL_DIT.tail, "pit_lq_gate"),
         transport="relay",
         note="a gate on the main device mixes the low resolution into the stream before blocks",
         untrained="it draws a larger picture of a small one, and no dataset here holds both",
     ),
     NativeModel(
-        class_name="HunYuanDiT",
-        module="comfy.ldm.hydit.models",
+        path="comfy.ldm.hydit.models.HunYuanDiT",
         block_lists=("blocks",),
         tail=("final_layer",),
         transport="relay",
@@ -453,22 +398,18 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             mlp="mlp.fc1>mlp.fc2",
             gathered="default_modulation.1 skip_linear",
             num_heads="attn1.num_heads",
-            width="attn1.dim",
-            attributes={"attn?.num_heads": "heads"},
         ),
         text_modules=("attn2.kv_proj",),
         is_joint=False,
     ),
     dataclasses.replace(
         FLUX,
-        class_name="Hunyuan3Dv2",
-        module="comfy.ldm.hunyuan3d.model",
+        path="comfy.ldm.hunyuan3d.model.Hunyuan3Dv2",
         control_keys=(),
         note="Hunyuan3D 2; FLUX's blocks without positions",
     ),
     NativeModel(
-        class_name="HunYuanDiTPlain",
-        module="comfy.ldm.hunyuan3dv2_1.hunyuandit",
+        path="comfy.ldm.hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain",
         block_lists=("blocks",),
         tail=("final_layer",),
         replace_keys={"block": "blocks"},
@@ -478,8 +419,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         note="Hunyuan3D 2.1; skips are arguments of the later blocks; the forward swaps the halves of a batch",
     ),
     NativeModel(
-        class_name="LatentSeqMMFlowModel",
-        module="comfy.ldm.triposplat.model",
+        path="comfy.ldm.triposplat.model.LatentSeqMMFlowModel",
         block_lists=("blocks",),
         tail=("out_layer", "cam_out_layer"),
         transport="relay",

@@ -1,8 +1,7 @@
 """Entries that hold what ComfyUI's encoders made, as a family's text inputs and normalised latents.
 
-Such an entry is what ComfyUI hands from node to node, less the batch: {"samples"} and where there is one {"noise_mask"}
-of a LATENT, {"cond"} and where there is one {"pooled_output"} of a CONDITIONING. What its own model makes of them is
-done when they are read, so one entry serves every model.
+Such an entry is a LATENT or a CONDITIONING without the batch. What its own model makes of them is done when they are
+read, so one entry serves every model.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """What a row about one of ComfyUI's own model classes says: where its blocks are and what happens between them.
 
 Rows are in image.py, video.py and audio.py, read in ComfyUI v0.33.0 (comfy/ldm/...), forward by forward; tests/comfy/
-test_native_families.py builds every class and compares a split with an unsplit forward. Classes of later versions say
-in `evidence` what was done with them. A class without a row is relayed: right for any whose blocks are called as
-modules, which parallel/block_lists.py finds.
-
-The code between two calls of blocks decides between stream and relay. Cutting the stream, joining text to it and adding
-a ControlNet residual keep it where it is; another tensor of the forward's own is on the main device. No transport helps
-blocks that are run through other methods than their call, or that write into an argument without returning it.
+test_native_families.py compares each with an unsplit forward. A class without a row is relayed: right for any whose
+blocks are called as modules. The code between two calls of blocks decides between stream and relay; how, is in
+docs/internals/adding_a_family.md.
 """
 
 from __future__ import annotations
@@ -36,21 +32,17 @@ class Follows:
 
 @dataclass(frozen=True)
 class NativeModel:
-    """How one of ComfyUI's own model classes is laid out. Fully qualified names count from the diffusion model.
+    """How one of ComfyUI's own model classes is laid out. Fully qualified names count from the diffusion model."""
 
-    transport: with "stream" activations may stay on a card until the next card's first block. With "relay" each
-    block of another card sends its output to the main device. Both send the last block's output there, since some tails
-    mix free parameters with it.
-    """
-
-    class_name: str  # e.g. "Flux"
-    module: str  # where it is defined, e.g. "comfy.ldm.flux.model"
+    path: str  # of the class, e.g. "comfy.ldm.flux.model.Flux"
     # ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block.
     block_lists: tuple[str, ...]
     # Modules after the last block, which stay on the main device. A build may lack some. A ModuleList stands for its
     # members.
     tail: tuple[str, ...]
-    note: str  # what a reader should know, in a sentence
+    note: str = ""  # what a reader should know, in a sentence; a refusal of another transport says it, too
+    # "stream": activations may stay on a card until the next card's first block. "relay": each block of another card
+    # sends its output to the main device. Both send the last block's there: some tails mix free parameters with it.
     transport: Transport = "stream"
     # Name in the keys (name, index) of patches_replace["dit"] -> block list that index counts in.
     replace_keys: Mapping[str, str] = field(default_factory=dict)
@@ -123,11 +115,9 @@ class NativeModel:
     # a base class of which this class replaces methods.
     is_derived: bool = False
 
-    def __post_init__(self) -> None:
-        named = {*self.replace_keys.values(), *self.follows, *self.optional, *(f.main for f in self.follows.values())}
-        unknown = sorted(named - set(self.block_lists))
-        if unknown:
-            raise ValueError(f"{self.class_name} refers to {', '.join(unknown)}; its lists are {self.block_lists}")
+    @property
+    def class_name(self) -> str:
+        return self.path.rpartition(".")[2]
 
     @property
     def can_overlap(self) -> bool:

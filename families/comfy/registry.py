@@ -12,8 +12,12 @@ from .video import VIDEO_MODELS
 
 NATIVE_MODELS = (*IMAGE_MODELS, *VIDEO_MODELS, *AUDIO_MODELS)
 
-_BY_CLASS = {(row.module, row.class_name): row for row in NATIVE_MODELS}
+_BY_CLASS = {row.path: row for row in NATIVE_MODELS}
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def path_of(model_class: type) -> str:
+    return f"{model_class.__module__}.{model_class.__name__}"
 
 
 def find_native(model_class: type) -> NativeModel | None:
@@ -23,7 +27,7 @@ def find_native(model_class: type) -> NativeModel | None:
     described one with relay transport. New methods and a new __init__ change nothing between blocks.
     """
     for depth, base in enumerate(model_class.__mro__):
-        row = _BY_CLASS.get((base.__module__, base.__name__))
+        row = _BY_CLASS.get(path_of(base))
         if row is None:
             continue
         derived = [vars(cls).items() for cls in model_class.__mro__[:depth]]
@@ -34,8 +38,7 @@ def find_native(model_class: type) -> NativeModel | None:
             return row
         return dataclasses.replace(
             row,
-            class_name=model_class.__name__,
-            module=model_class.__module__,
+            path=path_of(model_class),
             transport="relay",
             tensor=(),
             is_derived=True,

@@ -9,8 +9,7 @@ from .image import FLUX
 from .native import Follows, NativeModel
 
 WAN_MODEL = NativeModel(
-    class_name="WanModel",
-    module="comfy.ldm.wan.model",
+    path="comfy.ldm.wan.model.WanModel",
     block_lists=("blocks",),
     tail=("head",),
     replace_keys={"double_block": "blocks"},
@@ -25,8 +24,6 @@ WAN_MODEL = NativeModel(
         back="*_attn.o",
         mlp="ffn.0>ffn.2/ffn",
         num_heads="num_heads",
-        width="dim",
-        attributes={"*_attn.num_heads": "heads"},
         norms=("*_attn.norm_*",),
     ),
     fps=16,
@@ -34,28 +31,24 @@ WAN_MODEL = NativeModel(
 
 WAN_S2V = dataclasses.replace(
     WAN_MODEL,
-    class_name="WanModel_S2V",
+    path="comfy.ldm.wan.model.WanModel_S2V",
     transport="relay",
     in_place=("audio_injector",),
     note="the audio injector on the main device changes the stream after every block it knows",
 )
 
-WAN_SCAIL = dataclasses.replace(
-    WAN_MODEL, class_name="SCAILWanModel", note="poses and references are joined to the stream before the blocks"
-)
+WAN_SCAIL = dataclasses.replace(WAN_MODEL, path="comfy.ldm.wan.model.SCAILWanModel")
 
 WAN_CAUSAL = dataclasses.replace(
     WAN_S2V,
-    class_name="CausalWanModel",
-    module="comfy.ldm.wan.ar_model",
+    path="comfy.ldm.wan.ar_model.CausalWanModel",
     in_place=(),
     refusal="its blocks write keys, values and a position into caches they are handed",
     note="on another device the writes would go to a copy and the next frames would not see the earlier ones",
 )
 
 LTXV = NativeModel(
-    class_name="LTXVModel",
-    module="comfy.ldm.lightricks.model",
+    path="comfy.ldm.lightricks.model.LTXVModel",
     block_lists=("transformer_blocks",),
     tail=("norm_out", "proj_out"),
     tail_parameters=("scale_shift_table",),
@@ -69,8 +62,6 @@ LTXV = NativeModel(
         back="*attn*.to_out.0",
         mlp="ff.net.0.proj>ff.net.2/ff audio_ff.net.0.proj>audio_ff.net.2/audio_ff",
         num_heads="attn1.heads",
-        width="attn1.to_q.out_features",
-        attributes={"*attn*.heads": "heads"},
         norms=("*attn*.[qk]_norm",),
         arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
     ),
@@ -85,8 +76,7 @@ LTX_SOUND = (
 )
 
 COSMOS_PREDICT_2 = NativeModel(
-    class_name="MiniTrainDIT",
-    module="comfy.ldm.cosmos.predict2",
+    path="comfy.ldm.cosmos.predict2.MiniTrainDIT",
     block_lists=("blocks",),
     tail=("final_layer",),
     patches_inside=("attn1_patch", "attn2_patch", "mlp_patch"),
@@ -97,16 +87,13 @@ COSMOS_PREDICT_2 = NativeModel(
         back="*_attn.output_proj",
         mlp="mlp.layer1>mlp.layer2",
         num_heads="self_attn.n_heads",
-        width="self_attn._inner_dim",
-        attributes={"*_attn.n_heads": "heads"},
     ),
     text_modules=("cross_attn.[kv]_proj",),
     is_joint=False,
 )
 
 COSMOS_1 = NativeModel(
-    class_name="GeneralDIT",
-    module="comfy.ldm.cosmos.model",
+    path="comfy.ldm.cosmos.model.GeneralDIT",
     block_lists=("blocks",),
     tail=("final_layer",),
     transport="relay",
@@ -118,8 +105,6 @@ COSMOS_1 = NativeModel(
         features="blocks.*.block.layer1",
         features_back="blocks.*.block.layer2",
         num_heads="blocks.0.block.attn.heads",
-        width="blocks.0.block.attn.to_q.0.out_features",
-        attributes={"blocks.*.block.attn.heads": "heads"},
     ),
     text_modules=("blocks.1.block.attn.to_[kv].0",),
     is_joint=False,
@@ -127,10 +112,10 @@ COSMOS_1 = NativeModel(
 
 VIDEO_MODELS: tuple[NativeModel, ...] = (
     WAN_MODEL,
-    dataclasses.replace(WAN_MODEL, class_name="CameraWanModel", note="camera poses are added before the blocks"),
+    dataclasses.replace(WAN_MODEL, path="comfy.ldm.wan.model.CameraWanModel"),
     dataclasses.replace(
         WAN_MODEL,
-        class_name="VaceWanModel",
+        path="comfy.ldm.wan.model.VaceWanModel",
         block_lists=("blocks", "vace_blocks"),
         follows={"vace_blocks": Follows(main="blocks", mapping="vace_layers_mapping")},
         optional=("vace_blocks",),
@@ -140,59 +125,52 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
     WAN_S2V,
     dataclasses.replace(
         WAN_MODEL,
-        class_name="HumoWanModel",
+        path="comfy.ldm.wan.model.HumoWanModel",
         patches_inside=("attn1_patch",),
         note="audio is an argument of every block; the block calls no attn2_patch",
     ),
     dataclasses.replace(
         WAN_MODEL,
-        class_name="AnimateWanModel",
-        module="comfy.ldm.wan.model_animate",
+        path="comfy.ldm.wan.model_animate.AnimateWanModel",
         transport="relay",
         note="a face adapter on the main device is added to the stream after every fifth block",
     ),
     WAN_SCAIL,
-    dataclasses.replace(WAN_SCAIL, class_name="SCAIL2WanModel", note="SCAIL with a mask added at the front"),
+    dataclasses.replace(WAN_SCAIL, path="comfy.ldm.wan.model.SCAIL2WanModel"),
     dataclasses.replace(
         WAN_S2V,
-        class_name="WanDancerModel",
-        module="comfy.ldm.wan.model_wandancer",
+        path="comfy.ldm.wan.model_wandancer.WanDancerModel",
         tail=("head", "head_global"),
         in_place=("music_injector",),
         note="the music injector on the main device changes the stream after every block it knows",
     ),
     dataclasses.replace(
         WAN_S2V,
-        class_name="WanAnimate2Model",
-        module="comfy.ldm.wan.model_animate2",
+        path="comfy.ldm.wan.model_animate2.WanAnimate2Model",
         in_place=(),
         replace_keys={},
         refusal=(
             "its blocks are run through forward_pose and forward_gen, never called, and share buffers they write into"
         ),
-        note="see refusal",
     ),
     WAN_CAUSAL,
     dataclasses.replace(
         FLUX,
-        class_name="HunyuanVideo",
-        module="comfy.ldm.hunyuan_video.model",
+        path="comfy.ldm.hunyuan_video.model.HunyuanVideo",
         fps=24,
         note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay on the main device",
     ),
     LTXV,
     dataclasses.replace(
         LTXV,
-        class_name="LTXAVModel",
-        module="comfy.ldm.lightricks.av_model",
+        path="comfy.ldm.lightricks.av_model.LTXAVModel",
         text_modules=LTX_SOUND,
         tail=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
         tail_parameters=("scale_shift_table", "audio_scale_shift_table"),
         note="blocks take and return (video, audio); compressed timesteps are objects with tensors in slots",
     ),
     NativeModel(
-        class_name="MiniMaxH3Model",
-        module="comfy.ldm.minimax.model",
+        path="comfy.ldm.minimax.model.MiniMaxH3Model",
         block_lists=("blocks",),
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
@@ -203,7 +181,6 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
             back="attn.out_proj",
             mlp="mlp.fc1>mlp.fc2/mlp",
             gathered="adaln_proj.linear",
-            width="attn.out_proj.in_features",
         ),
         fps=24,
         clip_steps=(17, 5, 2, 5),
@@ -211,8 +188,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         takes_one=True,
     ),
     NativeModel(
-        class_name="NaDiT",
-        module="comfy.ldm.seedvr.model",
+        path="comfy.ldm.seedvr.model.NaDiT",
         block_lists=("blocks",),
         tail=("vid_out_norm", "vid_out_ada", "vid_out"),
         replace_keys={"block": "blocks"},
@@ -225,27 +201,19 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
             back="attn.proj_out.*",
             features="mlp.*.proj_in*",
             features_back="mlp.*.proj_out",
-            head_dim="attn.head_dim",
         ),
         text_modules=("*.txt", "*.txt.*"),
         is_joint=False,
     ),
     COSMOS_PREDICT_2,
-    dataclasses.replace(
-        COSMOS_PREDICT_2,
-        class_name="Anima",
-        module="comfy.ldm.anima.model",
-        note="Cosmos Predict2 behind a text adapter, whose own blocks stay on the main device",
-    ),
+    dataclasses.replace(COSMOS_PREDICT_2, path="comfy.ldm.anima.model.Anima"),
     COSMOS_1,
     NativeModel(
-        class_name="AsymmDiTJoint",
-        module="comfy.ldm.genmo.joint_model.asymm_models_joint",
+        path="comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
         block_lists=("blocks",),
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
         front_parameters=("pos_frequencies",),
-        note="the last block leaves the text alone",
         # The rotary table has angles of its own for every head
         tensor=plan(
             qkv="attn.qkv_?",
@@ -253,34 +221,28 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
             mlp="mlp_x.w1>mlp_x.w2 mlp_y.w1>mlp_y.w2",
             gathered="mod_?",
             num_heads="attn.num_heads",
-            width="attn.dim_x",
             arguments={"attn": {"rope_cos": 1, "rope_sin": 1}},
         ),
         text_modules=("attn.*_y", "mlp_y.*"),
         is_joint=False,
     ),
     NativeModel(
-        class_name="Kandinsky5",
-        module="comfy.ldm.kandinsky5.model",
+        path="comfy.ldm.kandinsky5.model.Kandinsky5",
         block_lists=("visual_transformer_blocks",),
         tail=("out_layer",),
         replace_keys={"double_block": "visual_transformer_blocks"},
-        note="the two text blocks stay on the main device",
         tensor=plan(
             heads="*_attention.to_*",
             back="*_attention.out_layer",
             mlp="feed_forward.in_layer>feed_forward.out_layer",
             gathered="visual_modulation.out_layer",
             num_heads="self_attention.num_heads",
-            width="self_attention.out_layer.in_features",
-            attributes={"*_attention.num_heads": "heads"},
         ),
         text_modules=("cross_attention.to_key", "cross_attention.to_value"),
         is_joint=False,
     ),
     NativeModel(
-        class_name="Prism",
-        module="comfy.ldm.prism.model",
+        path="comfy.ldm.prism.model.Prism",
         block_lists=("fusion_blocks", "remaining_video_blocks", "video_dit_2.blocks"),
         tail=("video_dit.head", "video_dit_2.head", "audio_dit.head"),
         evidence="outside",
@@ -288,8 +250,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         note="see refusal; a second video model takes the place of one half of each fused block",
     ),
     NativeModel(
-        class_name="Kandinsky6NativeAVDiT",
-        module="comfy.ldm.kandinsky6.model",
+        path="comfy.ldm.kandinsky6.model.Kandinsky6NativeAVDiT",
         block_lists=("visual_blocks",),
         tail=("out_layer.norm", "out_layer.out_layer", "audio_outLayer"),
         replace_keys={"double_block": "visual_blocks"},
@@ -299,11 +260,9 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         note="blocks take and return video and audio; the text blocks stay on the main device and are never called",
     ),
     NativeModel(
-        class_name="CogVideoXTransformer3DModel",
-        module="comfy.ldm.cogvideo.model",
+        path="comfy.ldm.cogvideo.model.CogVideoXTransformer3DModel",
         block_lists=("blocks",),
         tail=("norm_final", "norm_out", "proj_out"),
-        note="nothing but the stream between blocks",
         # Attention and MLP are the block's own
         tensor=plan(
             heads="[qkv]",
@@ -311,7 +270,6 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
             mlp="ff_proj>ff_out",
             gathered="norm?.linear",
             num_heads="num_heads",
-            width="dim",
         ),
         sample_modules=("norm?.linear",),
     ),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from ...families.tensor_plan import Divided, Range, Shares, TensorPlan, Unit, share_heads
+from ...families.tensor_plan import HEADS, Divided, Range, Shares, TensorPlan, Unit, share_heads
 from ...patches.hooks import BeforeHook, map_tensors
 
 Cut = Callable[[torch.Tensor, "Slice"], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
@@ -70,7 +70,14 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> S
     few heads, or the block is built otherwise than the plan says."""
     num_heads = _number(block, plan.num_heads)
     num_kv_heads = _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0  # 0 for as many
-    width = _number(block, plan.width) if plan.width else num_heads * _number(block, plan.head_dim)
+    behind = (
+        _divided_size(module, divided)
+        for name, module in block.named_modules()
+        if (divided := plan.find(name)) and divided.by == "row" and divided.parts == HEADS
+    )
+    width = _number(block, plan.width) if plan.width else next(behind, 0)
+    if not width:
+        raise ValueError(f"this {type(block).__name__} cannot be divided: no linear takes all of its heads")
     return share_heads(num_heads, num_kv_heads, width, weights)
 
 
@@ -105,7 +112,7 @@ def divide_block(
     for name, module in block.named_modules():
         for attribute, number in list(vars(module).items()):
             path = f"{name}.{attribute}".lstrip(".")
-            counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
+            counts = plan.counted(path)
             if counts is not None and type(number) is int:
                 is_unit = counts in ("heads", "kv_heads")
                 local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]

@@ -45,12 +45,12 @@ class InPlaceGuard:
         self._compiled: Callable[..., Any] | None = None
 
     def compiled(self, compiler: Compiler) -> InPlaceGuard:
-        """This guard around a compiled forward. A graph writes into nothing that it has saved, so nothing is copied of
-        that."""
+        """This guard around a forward compiled with OutOfPlace, whose graphs write into nothing that they have saved:
+        nothing is copied of that."""
         made = InPlaceGuard(self.block, self.passed_by, has_out=self.has_out)
         made.known = self.known
         # What a graph returns has been compared before every run.
-        made._compiled = compiler.out_of_place(self._forward_of(is_written=False))
+        made._compiled = compiler(self._forward_of(is_written=False))
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ ComfyUI.
 import contextlib
 import copy
 import dataclasses
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -34,7 +34,7 @@ from devicebridge.parallel.placement import native_list, products_of
 from devicebridge.patches.hooks import HookSet, map_tensors
 from devicebridge.planning import times
 from devicebridge.tests.comfy.cases import case_of, long_case, run_cases
-from devicebridge.tests.comfy.native_cases import CASES, COUNTED, COUNTED_TOKENS, NEWER, Case, with_heads
+from devicebridge.tests.comfy.native_cases import CASES, COUNTED, COUNTED_TOKENS, NEWER, Case
 from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.placed import arrivals_noted, forward_of
 from torch import nn
@@ -277,9 +277,8 @@ class _Runs:
         if row.can_overlap:
             self.check_overlapped()
         if row.tensor:
-            runs = _Runs(with_heads(case), row)
             # Had any layer other features, fifty times as much would be seen.
-            assert max(runs.divided_by(weights) for weights in _SHARES) < 1e-5 and runs.moved() > 5e-4
+            assert max(map(self.divided_by, _SHARES)) < 1e-5 and self.moved() > 5e-4
         if self.transport == "relay":
             assert _mixes_devices(lambda: self.split("stream", 2))
 
@@ -485,8 +484,8 @@ def derived_classes_with_a_forward_of_their_own_relay() -> None:
 @long_case
 def every_row_is_a_class_of_this_comfyui() -> None:
     for row in NATIVE_MODELS:
-        found = getattr(importlib.import_module(row.module), row.class_name) if row.evidence == "run" else None
-        assert found is None or find_native(found) is row, row.class_name
+        found = pkgutil.resolve_name(row.path) if row.evidence == "run" else None
+        assert found is None or find_native(found) is row, row.path
 
 
 _ALL = {case.name: case for case in (*CASES, *NEWER)}

@@ -20,7 +20,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.nodes.host.native import files
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
-from devicebridge.sampling.draw import HostDecoder
+from devicebridge.sampling.draw import Decoder
 from devicebridge.system.stopping import never
 from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
@@ -119,15 +119,15 @@ class Bench:
     def run(self, name: str, sections: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """The result of a job; of each time when it drew latents and pixels of every prompt."""
         job, drawn = self.job(name, sections), []
-        plain = HostDecoder.decode
+        plain = Decoder.decode
 
-        def remember(decoder: HostDecoder, latents: Any) -> Iterator[torch.Tensor]:
+        def remember(decoder: Decoder, latents: Any) -> Iterator[torch.Tensor]:
             pixels = list(plain(decoder, latents))
             drawn.append((list(latents), pixels))
             yield from pixels
 
         with small_sizes(self.family), native_training(), endless_memory(), cards_of(job), ExitStack() as stack:
-            stack.enter_context(mock.patch.object(HostDecoder, "decode", remember))
+            stack.enter_context(mock.patch.object(Decoder, "decode", remember))
             stack.enter_context(mock.patch.object(files, "load_vae", lambda path: self.vae()))
             cache_job(check_job(job, info=self.info, is_to_train=False), EventLog(None), never, self.encoders())
             return run_job(job, info=self.info), drawn

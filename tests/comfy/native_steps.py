@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -283,33 +282,15 @@ def expect(found: float, limit: float, what: str) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ against ComfyUI's own
-@dataclass
-class _CoreStep:
-    """The first step of ComfyUI's Train LoRA, whose LoRA changes nothing yet."""
-
-    loss: float = 0.0
-    sigma: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    noise: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    lora: dict[str, Any] = field(default_factory=dict)
-    gradients: dict[str, Any] = field(default_factory=dict)
-
-
-def _core_step(bench: Bench, *, backward: bool) -> _CoreStep:
-    """With a backward, blocks are computed again for it, as is the node's default."""
-    found = _CoreStep()
-    own_step, own_setup = nodes_train.TrainSampler.fwd_bwd, nodes_train._setup_lora_adapters
+def _core_step(bench: Bench) -> list[Any]:
+    """Sigma, noise and loss of the first step of ComfyUI's Train LoRA, whose LoRA changes nothing yet."""
+    found: list[Any] = []
+    own = nodes_train.TrainSampler.fwd_bwd
 
     def step(self: Any, wrap: Any, sigmas: Any, noise: Any, *rest: Any, **more: Any) -> Any:
-        found.sigma, found.noise = sigmas.detach().clone(), noise.clone()
-        loss = own_step(self, wrap, sigmas, noise, *rest, **{**more, "bwd": backward})
-        found.loss = float(loss)
-        found.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in found.lora.items()}
-        return loss
-
-    def setup(*arguments: Any) -> Any:
-        made = own_setup(*arguments)
-        found.lora = dict(made[0])
-        return made
+        found[:] = sigmas.detach().clone(), noise.clone()
+        found.append(own(self, wrap, sigmas, noise, *rest, **{**more, "bwd": False}))
+        return found[-1]
 
     def sigmas(self: Any, wrap: Any, size: int, device: Any) -> torch.Tensor:
         return torch.tensor([wrap.inner_model.model_sampling.percent_to_sigma(_PERCENT)] * size, device=device)
@@ -317,14 +298,13 @@ def _core_step(bench: Bench, *, backward: bool) -> _CoreStep:
     options = {
         **{"batch_size": 1, "grad_accumulation_steps": 1, "steps": 1, "learning_rate": 0.0, "rank": 2, "seed": 0},
         **{"optimizer": "SGD", "loss_function": "MSE", "training_dtype": "fp32", "lora_dtype": "fp32"},
-        **{"quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": backward, "checkpoint_depth": 1},
+        **{"quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": False, "checkpoint_depth": 1},
         **{"offloading": False, "existing_lora": "[None]", "bucket_mode": False, "bypass_mode": False},
     }
     torch.manual_seed(0)
     with (
         mock.patch.object(nodes_train.TrainSampler, "fwd_bwd", step),
         mock.patch.object(nodes_train.TrainSampler, "_generate_batch_sigmas", sigmas),
-        mock.patch.object(nodes_train, "_setup_lora_adapters", setup),
         small_sizes(bench.family),
     ):
         nodes_train.TrainLoraNode.execute(
@@ -353,13 +333,13 @@ def loss_is_cores(bench: Bench) -> Figures:
     if bench.info.family.prediction_target == "FLOW_AV":
         return _loss_is_samplings(bench) | _loss_is_two_velocities(bench)
     try:
-        core = _core_step(bench, backward=False)
+        sigma, noise, theirs = _core_step(bench)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         return {"core": one_line(error), **_loss_is_samplings(bench)}
-    loss, made = _loss_at_first(bench, core.noise)
-    assert torch.allclose(made.sigmas, core.sigma, rtol=1e-6), f"sigma {made.sigmas} in the place of {core.sigma}"
-    expected = float(loss) * _factor(bench.info.family.prediction_target, float(core.sigma[0]))
-    return {"difference": expect(abs(core.loss / expected - 1), 1e-5, "the difference from Train LoRA's loss")}
+    loss, made = _loss_at_first(bench, noise)
+    assert torch.allclose(made.sigmas, sigma, rtol=1e-6), f"sigma {made.sigmas} in the place of {sigma}"
+    expected = float(loss) * _factor(bench.info.family.prediction_target, float(sigma[0]))
+    return {"difference": expect(abs(float(theirs) / expected - 1), 1e-5, "the difference from Train LoRA's loss")}
 
 
 def _loss_at_first(bench: Bench, noise: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
@@ -441,34 +421,6 @@ def _sampled_once(bench: Bench, noise: Any, sigmas: torch.Tensor) -> dict[str, t
             denoise_mask=latent.get("noise_mask"), seed=0,
         )  # fmt: skip
     return seen
-
-
-def core_gradients(bench: Bench) -> Figures:
-    """Not a proof of ours: whether Train LoRA's own gradients are those of its loss, in float32 on the CPU."""
-    if bench.family.noise_mask is not None:
-        return {"raises": "Train LoRA knows nothing of a noise mask"}
-    try:
-        core = _core_step(bench, backward=True)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        return {"raises": one_line(error)[:120]}
-    pairs = []
-    with bench.trainer("core", _PLAIN) as trainer:
-        tensors = trainer.lora.tensors()
-        for name in [name for name in tensors if name.endswith(".lora_B.weight")]:
-            module = name.removesuffix(".lora_B.weight")
-            tensors[name] = core.lora[f"diffusion_model.{module}.lora_up.weight"].detach().clone()
-            tensors[f"{module}.lora_A.weight"] = torch.zeros_like(tensors[f"{module}.lora_A.weight"])
-            gradient = core.gradients[f"diffusion_model.{module}.lora_down.weight"]
-            pairs.append((f"{module}.lora_A.default.weight", gradient))
-        put_lora(trainer, tensors)
-        loss, _, _ = bench.prediction(trainer, 0, _PERCENT, core.noise, guidance=None)
-        loss.backward()
-        wanted = gradients(trainer)
-    found = [(wanted[name], each) for name, each in pairs if name in wanted]
-    ours = torch.cat([each.flatten() for each, _ in found])
-    theirs = torch.cat([(torch.zeros_like(like) if each is None else each).flatten() for like, each in found])
-    cosine = float(torch.cosine_similarity(ours, theirs, dim=0))
-    return {"cosine": round(cosine, 4)}
 
 
 def stock_loader(bench: Bench) -> Figures:
@@ -800,7 +752,7 @@ def forecast(bench: Bench) -> Figures:
 
 
 STEPS: dict[str, Callable[[Bench], Figures]] = {
-    "loss": loss_is_cores, "core's gradients": core_gradients, "gradients": central_differences,
+    "loss": loss_is_cores, "gradients": central_differences,
     "recompute": _same("recompute", {}), "split": _same("split", {"split": CARDS}), "pipeline": in_stages,
     "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}), "tokens": by_tokens,
     "weight offload": _same("weights", {"split": {"devices": ["lazy:0"], "offloaded_blocks": [2]}}),

@@ -93,31 +93,32 @@ def joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 _FOUR_HEADS = {"num_heads": 4, "axes_dim": [8, 12, 12]}
 _OF_FLUX = {**_FLUX_1, **_FOUR_HEADS}
-_OF_OMNIGEN = {"in_channels": 16, "hidden_size": 96, "num_attention_heads": 4, "num_kv_heads": 4}
+_OF_OMNIGEN = {"in_channels": 16, "num_attention_heads": 4, "axes_dim_rope": (8, 8, 8)}
+_WIDER_HEADS = {"attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
 _OF_VIDEO = {**_HUNYUAN_VIDEO, **_FOUR_HEADS}
 
 
 OTHERS: dict[str, TinyFamily] = {
     "Ideogram 4": _of(
         native_cases.IDEOGRAM_4, "Ideogram4", "ideogram4", (128, 4, 4), (6, 12), ("layers",),
-        more={"in_channels": 128, "num_attention_heads": 4}, options=_all_tokens,
+        more={"in_channels": 128, "attention_head_dim": 32, "mrope_section": (6, 5, 5)}, options=_all_tokens,
     ),
     "Lens": _of(
         native_cases.LENS, "Lens", "lens", (128, 4, 4), (6, 24), ("transformer_blocks",),
-        more={"in_channels": 128, "out_channels": 32, "num_attention_heads": 4}, options=_mask,
+        more={"in_channels": 128, "out_channels": 32, **_WIDER_HEADS}, options=_mask,
     ),
     "MageFlow": _of(
         native_cases.MAGE_FLOW, "MageFlow", "mage_flow", (128, 4, 4), (6, 12), ("transformer_blocks",),
-        more={"in_channels": 128, "out_channels": 128, "num_attention_heads": 4}, options=_all_tokens,
+        more={"in_channels": 128, "out_channels": 128, **_WIDER_HEADS}, options=_all_tokens,
     ),
     "PixArt": _of(native_cases.PIXART, "PixArtSigma", "pixart_sigma", (4, 36, 40), (5, 12), ("blocks",)),
     "Cosmos 1": _of(
         native_cases.COSMOS_1, "CosmosT2V", "cosmos", (16, 2, 4, 4), (6, 12), ("blocks",),
-        more={"in_channels": 16, "out_channels": 16, "model_channels": 96, "num_heads": 4},
+        more={"in_channels": 16, "out_channels": 16, "model_channels": 96},
     ),
     "HunyuanDiT": _of(
         native_cases.HUNYUAN_DIT, "HunyuanDiT", "hydit", (4, 8, 8), (4, 12), ("blocks",),
-        more={"size_cond": False, "use_style_cond": False, "input_size": None, "hidden_size": 64, "num_heads": 4},
+        more={"size_cond": False, "use_style_cond": False, "input_size": None, "hidden_size": 64},
         options=_two_texts,
     ),
     "HunyuanImage 2.1": made_of(
@@ -145,7 +146,7 @@ OTHERS: dict[str, TinyFamily] = {
     "Kandinsky 5": dataclasses.replace(
         _of(
             native_cases.KANDINSKY, "Kandinsky5", "kandinsky5", (16, 2, 4, 4), (6, 12), ("visual_transformer_blocks",),
-            more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4, "model_dim": 96}, pooled=10,
+            more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4}, pooled=10,
         ),
         is_calm=True,
     ),
@@ -167,7 +168,7 @@ OTHERS: dict[str, TinyFamily] = {
         "ChromaRadiance",
         {
             **_CHROMA, **native_cases.CHROMA_RADIANCE.config, "image_model": "chroma_radiance", "axes_dim": [4, 6, 6],
-            "patch_size": 2, "hidden_size": 64, "num_heads": 4, "out_dim": 64,
+            "patch_size": 2, "hidden_size": 64, "out_dim": 64,
         },
         (3, 8, 8), (6, 12), ("double_blocks", "single_blocks"), is_detected=False,
     ),
@@ -191,7 +192,7 @@ OTHERS: dict[str, TinyFamily] = {
     ),
     "AuraFlow": _of(
         native_cases.AURA, "AuraFlow", "", (4, 8, 8), (6, 12), ("double_layers", "single_layers"),
-        more={"dim": 64, "n_heads": 4},
+        more={"dim": 64},
     ),
     "OmniGen2": _of(
         native_cases.OMNIGEN, "Omnigen2", "omnigen2", (16, 8, 8), (6, 12), ("layers",), more=_OF_OMNIGEN,
@@ -203,28 +204,25 @@ OTHERS: dict[str, TinyFamily] = {
     ),
     "JoyImage": _of(
         native_cases.JOY_IMAGE, "JoyImage", "joyimage", (16, 1, 8, 8), (6, 12), ("double_blocks",),
-        more={"in_channels": 16, "hidden_size": 64, "num_attention_heads": 4},
+        more={"in_channels": 16, "hidden_size": 64, "rope_dim_list": [4, 6, 6]},
         options=given(reference_latents=[one(16, 1, 4, 6)]),
     ),
     "Mochi": _of(
         native_cases.MOCHI, "GenmoMochi", "mochi_preview", (12, 2, 4, 4), (5, 16), ("blocks",),
-        more={"in_channels": 12, "hidden_size_x": 96, "hidden_size_y": 48, "num_heads": 4, "mlp_ratio_x": 128.0},
+        more={"in_channels": 12, "hidden_size_x": 96, "hidden_size_y": 48, "mlp_ratio_x": 128.0},
         options=_mask,
     ),
     "Kandinsky 5 Image": dataclasses.replace(
         _of(
             native_cases.KANDINSKY, "Kandinsky5Image", "kandinsky5", (16, 8, 8), (6, 12),
             ("visual_transformer_blocks",),
-            more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64, "model_dim": 96}, pooled=10,
+            more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64}, pooled=10,
         ),
         is_calm=True,
     ),
     "CogVideoX": _of(
         native_cases.COG_VIDEO_X, "CogVideoX_T2V", "cogvideox", (16, 3, 4, 4), (5, 12), ("blocks",),
-        more={
-            "in_channels": 16, "out_channels": 16, "ofs_embed_dim": None, "sample_width": 4, "sample_height": 4,
-            "num_attention_heads": 4,
-        },
+        more={"in_channels": 16, "out_channels": 16, "ofs_embed_dim": None, "sample_width": 4, "sample_height": 4},
     ),
     "SD x4 upscaler": _beside(
         "sdxl", "SD_X4Upscaler",
@@ -240,7 +238,7 @@ OTHERS: dict[str, TinyFamily] = {
     ),
     "CogVideoX image-to-video": _of(
         native_cases.COG_VIDEO_X, "CogVideoX_I2V", "cogvideox", (16, 3, 4, 4), (5, 12), ("blocks",),
-        more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4, "num_attention_heads": 4},
+        more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4},
         options=_image(16, 3, 4, 4),
     ),
     "Z-Image in pixel space": made_of(
@@ -255,7 +253,7 @@ OTHERS: dict[str, TinyFamily] = {
     "PixelDiT": dataclasses.replace(
         _of(
             native_cases.PIXEL_DIT, "PixelDiTT2I", "pixeldit_t2i", (3, 16, 16), (6, 12), ("patch_blocks",),
-            more={"hidden_size": 64, "num_groups": 4, "patch_size": 2},
+            more={"hidden_size": 64, "patch_size": 2},
         ),
         is_calm=True, as_published=_one_modulation,
     ),

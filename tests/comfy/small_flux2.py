@@ -4,7 +4,7 @@ from pathlib import Path
 
 import diffusers
 import torch
-from devicebridge.families.flux2 import FLUX2
+from devicebridge.families.flux import FLUX2
 from devicebridge.families.naming import originals_of
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from safetensors.torch import load_file

@@ -44,7 +44,7 @@ from devicebridge.tests.comfy.derived_classes import (
     in_bfloat16,
 )
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
-from devicebridge.tests.comfy.native_cases import rand, with_heads
+from devicebridge.tests.comfy.native_cases import rand
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_cases_formats import quantised_checkpoint
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
@@ -151,7 +151,7 @@ _NATIVE = ("chroma", "qwen_image", "lumina2", "ltxv", "hunyuan_video", "sd3", "k
 
 
 def _native(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    built = with_heads(next(each for each in NATIVE_CASES if each.name == name))
+    built = next(each for each in NATIVE_CASES if each.name == name)
     model, given = built.build(), {key: value for key, value in built.inputs().items() if key not in _OWN}
     method = "_forward" if hasattr(type(model), "_forward") else "forward"
     own, seen = getattr(model, method), dict[str, Any]()
@@ -449,7 +449,7 @@ def derived_examine(case: Case) -> None:
     with nobody_described(), torch.inference_mode(False):
         said = examine(quantised_checkpoint(host, "int8_tensorwise", name))
         plain = host.load(name).model.diffusion_model
-        row = with_derived_rows(NativeModel(name, "", (), (), "", is_derived=True), plain)
+        row = with_derived_rows(NativeModel(name, (), (), "", is_derived=True), plain)
     case.check("of 8 bits, kept for other files, too", "card, and slopes" in said and bool(row.trained_inputs), said)
     host.unload_all()
     are_one, devices, management = [], set[str](), deriving.management

@@ -34,7 +34,7 @@ from devicebridge.parallel.local.borrow import RowResiduals
 from devicebridge.parallel.local.heads import Gathered
 from devicebridge.parallel.local.tokens import OneDeviceError, TokenParallel
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
-from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21, with_heads
+from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS
 from devicebridge.tests.comfy.split_cases_nodes import in_one_batch
@@ -97,8 +97,7 @@ def tokens_shares_by_hand(case: Case) -> None:
         found = tokens(host.load(name)).model.devicebridge_split.plan.shares
         by_hand = tokens(host.load(name), shares=(1, 2)).model.devicebridge_split.plan.shares
     case.check("by speed, or by hand", (found, by_hand) == ((3e12, 1e12), (1, 2)), (found, by_hand))
-    native = next(each for each in NATIVE_CASES if each.class_name == "WanModel")
-    built = with_heads(native)
+    built = native = next(each for each in NATIVE_CASES if each.class_name == "WanModel")
     model, plan = built.build(), TOKEN_PLANS[native.class_name]
     for shares in ((2, 1, 1, 3, 1, 1, 2, 1), (1,) * 8):
         worst = max(_apart(each, model(**built.inputs())) for each in _by_tokens(model, plan, built.inputs, shares)[0])
@@ -428,7 +427,7 @@ def tokens_code_before_loading(case: Case) -> None:
 def tokens_two_at_once(case: Case) -> None:
     """Attention that is led by name: two forwards end one after the other, and ComfyUI's function is there again."""
     own, plan = ernie.optimized_attention, TOKEN_PLANS["ErnieImageModel"]
-    built = with_heads(next(each for each in NATIVE_CASES if each.class_name == "ErnieImageModel"))
+    built = next(each for each in NATIVE_CASES if each.class_name == "ErnieImageModel")
     models, found = [built.build() for _ in range(2)], {}
     expected = models[0](**built.inputs())
     both = threading.Barrier(2)
@@ -664,14 +663,13 @@ def tokens_every_class(case: Case) -> None:
         if plan is None:
             case.check(f"{native.name}: a reason", native.class_name in NO_TOKENS, native.class_name)
             continue
-        built = with_heads(native)
-        model = built.build()
+        model = native.build()
         if native.name in _CACHES:
-            refused = functools.partial(_by_tokens, model, plan, built.inputs, (3, 5))
+            refused = functools.partial(_by_tokens, model, plan, native.inputs, (3, 5))
             case.refused(f"{native.name}: keys of earlier forwards", refused, RuntimeError, "past_key_value")
 
-        def inputs(native: Any = native, built: Any = built) -> dict[str, Any]:
-            given = built.inputs()
+        def inputs(native: Any = native) -> dict[str, Any]:
+            given = native.inputs()
             options = {**given.get("transformer_options", {}), **_CACHES.get(native.name, {})}
             return {**given, "transformer_options": options}
 
@@ -694,7 +692,7 @@ def tokens_every_class(case: Case) -> None:
 def tokens_of_a_causal_condition(case: Case) -> None:
     """Qwen-Image 2.1's: a prompt's rows see those before them. ComfyUI's attention for CPUs adds masks of truth values
     to the scores, so torch's is in its place."""
-    built = with_heads(QWEN_IMAGE_21)
+    built = QWEN_IMAGE_21
     if not built.is_there:
         case.check(f"skipped: this ComfyUI has no {built.class_name}", True)
         return

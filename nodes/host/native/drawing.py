@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,36 +59,38 @@ class ComfySteps:
         return made
 
 
-class ComfyDecoding:
-    """A stock VAE; see HostDecoding of families/spec.py. form: ComfyUI's latent format of the model that draws."""
+def decoded(
+    path: Path,
+    drawn: Sequence[Tensor],
+    place_for: Callable[[int], torch.device],
+    form: Any,
+    *,
+    has_sequence: bool,
+) -> Iterator[Tensor]:
+    """See HostModel.decode of families/spec.py. form: ComfyUI's latent format of the model that draws."""
+    from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 
-    def __init__(self, path: Path, form: Any, *, has_sequence: bool) -> None:
-        self._path, self._form, self._has_sequence = path, form, has_sequence
-        self._vae: Any = files.load_vae(str(path))
-
-    def needed_bytes(self, shape: tuple[int, ...]) -> int:
-        has_frames = self._has_sequence and self._vae.latent_dim != 2
-        sides = shape if has_frames else (*shape[:2], *shape[3:])
-        return int(self._vae.memory_used_decode(sides, self._vae.vae_dtype)) + int(self._vae.model_size())
-
-    def decode(self, latents: Tensor, device: torch.device) -> Tensor:
-        """Raises: Stopped."""
-        from comfy.model_management import InterruptProcessingException, interrupt_current_processing
-
-        if self._vae.device != device:  # its type goes by that
+    vae: Any = files.load_vae(str(path))
+    try:
+        shape = max((tuple(each.shape) for each in drawn), key=math.prod)
+        sides = shape if has_sequence and vae.latent_dim != 2 else (*shape[:2], *shape[3:])
+        place = place_for(int(vae.memory_used_decode(sides, vae.vae_dtype)) + int(vae.model_size()))
+        if vae.device != place:  # its type goes by that
             import comfy.sd
 
-            metadata = dict(read_header(self._path).metadata)
-            self._vae = comfy.sd.VAE(sd=self._vae.get_sd(), device=device, metadata=metadata or None)
-        samples = self._form.process_out(latents if self._has_sequence else latents[:, :, 0])
-        with torch.inference_mode(), outside(about="this VAE"):
-            try:
-                pixels: Tensor = self._vae.decode(samples)
-                return pixels.reshape(-1, *pixels.shape[-3:])[..., :3].float().cpu()
-            except InterruptProcessingException as error:  # from its layers; Cancel counts as heard then
-                interrupt_current_processing(True)  # but the training is to hear it
-                raise Stopped("stopped while a sample picture was decoded") from error
-
-    def close(self) -> None:
-        del self._vae
+            vae = comfy.sd.VAE(sd=vae.get_sd(), device=place, metadata=dict(read_header(path).metadata) or None)
+        for latents in drawn:
+            samples = form.process_out(latents if has_sequence else latents[:, :, 0])
+            with torch.inference_mode(), outside(about="this VAE"):
+                try:
+                    pixels = vae.decode(samples)
+                except InterruptProcessingException as error:  # from its layers; Cancel counts as heard then
+                    interrupt_current_processing(True)  # but the training is to hear it
+                    raise Stopped("stopped while a sample picture was decoded") from error
+                pixels = pixels.reshape(-1, *pixels.shape[-3:])[..., :3].float().cpu()
+            if not torch.isfinite(pixels).all():
+                raise RuntimeError(f"the VAE {path} makes numbers of it that are not finite")
+            yield (pixels * 255).clamp(0, 255).to(torch.uint8)  # as ComfyUI's Save Image rounds
+    finally:
+        del vae
         release_models()

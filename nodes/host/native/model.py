@@ -25,7 +25,7 @@ from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
 from ....patches.hooks import parameters_on_meta
 from ....patches.lora import is_lora_name
 from ..split.shown_inputs import Innermost, ShownInputs, innermost_of
-from .drawing import FLOWS, ComfyDecoding, ComfySteps, time_at
+from .drawing import FLOWS, ComfySteps, decoded, time_at
 from .lora import map_lora, read_lora
 from .text import PARTS, attach_text_encoders, class_of_clip, encoded, recompute_layers
 
@@ -171,8 +171,10 @@ class ComfyModel:
     def euler_steps(self, steps: int) -> ComfySteps:
         return ComfySteps(self.sampling, self._scheduler, steps)
 
-    def open_vae(self, path: Path) -> ComfyDecoding:
-        return ComfyDecoding(path, self._form, has_sequence=self._dims == 3)
+    def decode(
+        self, path: Path, drawn: Sequence[torch.Tensor], place_for: Callable[[int], torch.device]
+    ) -> Iterator[torch.Tensor]:
+        return decoded(path, drawn, place_for, self._form, has_sequence=self._dims == 3)
 
     def read_lora(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Tensor]]:
         return read_lora(self._make_base(torch.device("meta")), tensors, PARTS.get(self.text_class, ()))

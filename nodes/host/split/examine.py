@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....events import first_line
 from ....families.comfy.inputs import COND, POOLED
 from ....families.comfy.native import NativeModel
-from ....families.comfy.registry import find_native
+from ....families.comfy.registry import find_native, path_of
 from ....families.comfy.text_sizes import usual_text
 from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from ....families.token_plan import TokenPlan
@@ -91,7 +91,7 @@ def examine(path: Path) -> str:
     if trained:
         lines += [f"# Training of a LoRA by blocks: {blocks.refused or 'gradients are those of one card, and slopes'}."]
     if find_native(type(root)) is None:
-        said = {"class_name": name, "module": type(root).__module__, "block_lists": blocks.lists, "tail": blocks.tail}
+        said = {"path": path_of(type(root)), "block_lists": blocks.lists, "tail": blocks.tail}
         said |= {"note": "", "transport": "stream" if blocks.tail else "relay"}
         lines += ["# Its blocks, found by their containers, and called as modules.", "NativeModel("]
         lines += [*(f"    {each}={value!r},".replace("'", '"') for each, value in said.items()), ")"]

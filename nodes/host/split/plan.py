@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ....families.comfy.native import NativeModel, Transport
-from ....families.comfy.registry import find_native
+from ....families.comfy.registry import find_native, path_of
 from ....parallel.block_lists import find_block_lists
 from ....parallel.local.collectives import Exchange
 from ....parallel.placement import ratio
@@ -150,4 +150,4 @@ def layout_of(diffusion_model: nn.Module) -> NativeModel:
     lists, kind = find_block_lists(diffusion_model), type(diffusion_model)
     _log.warning("split: %s is not a model we know; its blocks in %s are relayed", kind.__name__, ", ".join(lists))
     note = "it is not described; its blocks were found by their containers"
-    return NativeModel(kind.__name__, kind.__module__, lists, (), note, "relay", is_derived=True)
+    return NativeModel(path_of(kind), lists, (), note, "relay", is_derived=True)

@@ -3,16 +3,20 @@
 import contextlib
 import fnmatch
 import inspect
+import itertools
 import math
 
 import diffusers
 import pytest
 import torch
-from devicebridge.families.registry import FAMILIES, find_family
+from devicebridge.families.registry import FAMILIES
 from devicebridge.tests.toy import TINY
 from torch import nn
 
-VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
+EACH_VARIANT = pytest.mark.parametrize(
+    ("family", "variant"),
+    [pytest.param(family, each, id=each.name) for family in FAMILIES.values() for each in family.variants],
+)
 # Published sizes in billions of parameters, from the model cards and the checkpoints' own indices.
 SIZES = {
     "flux2-dev": 32.22, "flux2-klein-4b": 3.88, "flux2-klein-9b": 9.08, "flux1-dev": 11.90, "flux1-schnell": 11.89,
@@ -69,9 +73,9 @@ def _unpack_klein(latents, _):
     return diffusers.Flux2KleinPipeline._patchify_latents(latents).unsqueeze(2)
 
 
-def _run_flux1(tiny, model, latents, text, vae=None, **options):
+def _run_flux1(tiny, model, latents, text, **options):
     pipeline = diffusers.FluxPipeline(
-        scheduler=_scheduler(), vae=vae, text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None,
+        scheduler=_scheduler(), vae=None, text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None,
         transformer=model,
     )  # fmt: skip
     batch, channels, _, height, width = latents.shape
@@ -88,9 +92,9 @@ def _unpack_flux1(tokens, latents):
     return diffusers.FluxPipeline._unpack_latents(tokens, height * 8, width * 8, 8).unsqueeze(2)
 
 
-def _run_wan(tiny, model, latents, text, vae=None, **options):
+def _run_wan(tiny, model, latents, text, **options):
     pipeline = diffusers.WanPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(), transformer=model
+        tokenizer=None, text_encoder=None, vae=None, scheduler=_scheduler(), transformer=model
     )
     return pipeline(
         prompt_embeds=text["prompt_embeds"], latents=latents, guidance_scale=1.0, height=32, width=32,
@@ -180,40 +184,26 @@ def _encode_wan(vae, pixels):
 
 
 ENCODE = {"flux2": _encode_flux2, "flux1": _encode_flux1, "wan": _encode_wan}
-RUN = {"flux2": _run_flux2, "flux1": _run_flux1, "wan": _run_wan}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 @torch.no_grad()
-def test_latents_are_encoded_as_in_the_pipeline(name):
+def test_latents_are_encoded_as_in_the_pipeline_and_decoded_by_the_inverse(name):
     vae, pixels = TINY[name].make_vae(), _pixels(name)
     ours = FAMILIES[name].encode_latents(vae, pixels)
     theirs = ENCODE[name](vae, pixels)
     assert ours.dtype == torch.float32 and ours.shape == theirs.shape
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    own = vae.encode(pixels if name == "wan" else pixels[:, :, 0]).latent_dist.mode()  # as the VAE itself has them
+    decoded = FAMILIES[name].decode_latents(vae, ours)
+    assert torch.allclose(decoded, vae.decode(own).sample.view(decoded.shape), atol=1e-5)
     half = FAMILIES[name].encode_latents(vae.to(torch.bfloat16), pixels)
     assert half.dtype == torch.float32 and torch.allclose(half, ours, atol=0.1 * ours.abs().max().item())
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-@torch.no_grad()
-def test_latents_are_decoded_as_in_the_pipeline(name):
-    tiny = TINY[name]
-    vae, model = tiny.make_vae(), tiny.make_model()
-    nn.init.zeros_(model.proj_out.weight)
-    if model.proj_out.bias is not None:
-        nn.init.zeros_(model.proj_out.bias)  # a velocity of zero: the pipeline decodes what it was given
-    latents = tiny.make_latents(batch=1)
-    theirs = RUN[name](tiny, model, latents, tiny.make_text(batch=1), vae=vae, num_inference_steps=1, output_type="pt")
-    theirs = theirs.transpose(1, 2) if name == "wan" else theirs.unsqueeze(2)
-    ours = (FAMILIES[name].decode_latents(vae, latents) / 2 + 0.5).clamp(0, 1)
-    assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-5)
-
-
-@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
-def test_latent_geometry_is_that_of_the_vae_and_the_transformer(family_name, variant_name):
-    family = find_family(family_name)
-    variant = family.variant(variant_name)
+@EACH_VARIANT
+def test_latent_geometry_is_that_of_the_vae_and_the_transformer(family, variant):
+    family_name = family.name
     latent = family.latent_of(variant)
     with torch.device("meta"):
         vae = getattr(diffusers, family.vae_class).from_config({k: _listed(v) for k, v in variant.vae_config.items()})
@@ -234,31 +224,38 @@ def test_latent_geometry_is_that_of_the_vae_and_the_transformer(family_name, var
         tokens = family.make_inputs(latents, torch.ones(1), text, None)["hidden_states"]
         assert tokens.shape[1] == latent.num_tokens(side, side)
         assert tokens.shape[2] == variant.transformer_config["in_channels"]
-    assert family.latent_of(variant).num_tokens(1024, 1024) == (1024 if "5b" in variant_name else 4096)
+    assert family.latent_of(variant).num_tokens(1024, 1024) == (1024 if "5b" in variant.name else 4096)
 
 
 def _listed(value):
     return list(value) if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("num_frames", [1, 5, 9])
-@torch.no_grad()
-def test_the_first_frame_is_given_as_by_the_image_to_video_pipeline(num_frames):
-    """The whole pipeline, with an image and a transformer that records what it gets."""
-    tiny, family = TINY["wan"], FAMILIES["wan"]
-    vae = tiny.make_video_vae()
-    model = tiny.make_model(in_channels=4 + 4 + 4)
-    pixels = torch.rand(1, 3, num_frames, 32, 48, generator=torch.Generator().manual_seed(3)) * 2 - 1
-    latents, text = torch.randn(1, 4, 1 + num_frames // 4, 8, 12), tiny.make_text(batch=1)
+def _given_by_image_to_video(vae, model, pixels, latents, **options):
+    """Of the whole pipeline, with an image and a transformer that records what it gets."""
     pipeline = diffusers.WanImageToVideoPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(), transformer=model
+        tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(), transformer=model, **options
     )
     with _recording(model) as seen:
         pipeline(
-            image=pixels[:, :, 0] / 2 + 0.5, prompt_embeds=text["prompt_embeds"], latents=latents, height=32, width=48,
-            num_frames=num_frames, num_inference_steps=1, guidance_scale=1.0, output_type="latent",
+            image=pixels[:, :, 0] / 2 + 0.5, prompt_embeds=TINY["wan"].make_text(batch=1)["prompt_embeds"],
+            latents=latents, height=32, width=48, num_frames=pixels.shape[2], num_inference_steps=1,
+            guidance_scale=1.0, output_type="latent",
         )  # fmt: skip
-    theirs = seen[0]
+    return seen[0]
+
+
+def _clip(num_frames):
+    return torch.rand(1, 3, num_frames, 32, 48, generator=torch.Generator().manual_seed(3)) * 2 - 1
+
+
+@pytest.mark.parametrize("num_frames", [1, 5, 9])
+@torch.no_grad()
+def test_the_first_frame_is_given_as_by_the_image_to_video_pipeline(num_frames):
+    tiny, family = TINY["wan"], FAMILIES["wan"]
+    vae, model, text = tiny.make_video_vae(), tiny.make_model(in_channels=4 + 4 + 4), tiny.make_text(batch=1)
+    pixels, latents = _clip(num_frames), torch.randn(1, 4, 1 + num_frames // 4, 8, 12)
+    theirs = _given_by_image_to_video(vae, model, pixels, latents)
     condition = family.encode_condition(vae, pixels)
     ours = family.make_inputs(latents, theirs["timestep"] / 1000, {**text, "image_condition": condition}, None)
     assert condition.dtype == torch.float32 and ours["hidden_states"].shape == theirs["hidden_states"].shape
@@ -270,37 +267,22 @@ def test_the_first_frame_is_given_as_by_the_image_to_video_pipeline(num_frames):
 @torch.no_grad()
 def test_the_first_latents_are_given_as_by_the_pipeline_of_ti2v_5b():
     tiny, family = TINY["wan"], FAMILIES["wan"]
-    vae, model = tiny.make_video_vae(), tiny.make_model()
-    pixels = torch.rand(1, 3, 9, 32, 48, generator=torch.Generator().manual_seed(3)) * 2 - 1
-    noisy, text = torch.randn(1, 4, 3, 8, 12), tiny.make_text(batch=1)
-    pipeline = diffusers.WanImageToVideoPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(), transformer=model, expand_timesteps=True
-    )
-    with _recording(model) as seen:
-        pipeline(
-            image=pixels[:, :, 0] / 2 + 0.5, prompt_embeds=text["prompt_embeds"], latents=noisy, height=32, width=48,
-            num_frames=9, num_inference_steps=1, guidance_scale=1.0, output_type="latent",
-        )  # fmt: skip
-    theirs = seen[0]
+    vae, pixels, noisy, text = tiny.make_video_vae(), _clip(9), torch.randn(1, 4, 3, 8, 12), tiny.make_text(batch=1)
+    theirs = _given_by_image_to_video(vae, tiny.make_model(), pixels, noisy, expand_timesteps=True)
     first = family.encode_latents(vae, pixels)[:, :, :1]  # of the whole clip: the VAE looks back only
-    sigma = theirs["timestep"].amax(dim=1) / 1000
-    ours = family.make_inputs(noisy, sigma, {**text, "first_latents": first}, None)
+    ours = family.make_inputs(noisy, theirs["timestep"].amax(dim=1) / 1000, {**text, "first_latents": first}, None)
     assert ours["timestep"].shape == theirs["timestep"].shape == (1, 3 * 4 * 6)
     assert torch.allclose(ours["timestep"], theirs["timestep"].float(), rtol=1e-6)
     assert torch.allclose(ours["hidden_states"], theirs["hidden_states"], atol=1e-5)
-    two = family.make_inputs(
-        noisy.repeat(2, 1, 1, 1, 1), torch.tensor([0.25, 0.5]), {**text, "first_latents": first.repeat(2, 1, 1, 1, 1)},
-        None,
-    )  # fmt: skip
+    noisy, first = (each.repeat(2, 1, 1, 1, 1) for each in (noisy, first))
+    two = family.make_inputs(noisy, torch.tensor([0.25, 0.5]), {**text, "first_latents": first}, None)
     assert [sorted(set(row.tolist())) for row in two["timestep"]] == [[0, 250], [0, 500]]
 
 
-@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
-def test_published_size_and_what_the_description_says_of_its_modules(family_name, variant_name):
-    family = find_family(family_name)
-    variant = family.variant(variant_name)
+@EACH_VARIANT
+def test_published_size_and_what_the_description_says_of_its_modules(family, variant):
     model = _empty_model(family, variant.transformer_config)
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(SIZES[variant_name], abs=0.006)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(SIZES[variant.name], abs=0.006)
     modules = dict(model.named_modules())
     assert all(name in modules for name in family.tail)
     linears = _linears(model)
@@ -371,6 +353,9 @@ def test_resolution_shifts_are_the_pipelines_formulas(num_tokens):
     reference = math.exp(compute_empirical_mu(num_tokens, 50))
     preset = FAMILIES["flux2"].timesteps.shift_presets["bfl_inference_50_steps"]
     assert preset.factor(num_tokens) == pytest.approx(reference, rel=1e-4)
+    for tokens, steps in itertools.product((num_tokens, 4300, 4301, 9000), (4, 28, 50, 200)):
+        sampled = math.exp(compute_empirical_mu(tokens, steps))
+        assert FAMILIES["flux2"].sampling.shift(tokens, steps) == pytest.approx(sampled, rel=1e-12)
 
 
 def test_defaults_that_trainers_agree_on():
@@ -386,7 +371,7 @@ def test_defaults_that_trainers_agree_on():
         assert (low.sigma_range, high.sigma_range) == ((0.0, boundary), (boundary, 1.0))
         assert low.transformer_folder == "transformer_2" and low.encodes_condition == (kind == "i2v")
         assert all(each.transformer_config["in_channels"] == channels for each in (high, low))
-    assert {name for _, name in VARIANTS} == SIZES.keys()
+    assert {each.name for family in FAMILIES.values() for each in family.variants} == SIZES.keys()
 
 
 def _default(function, name):

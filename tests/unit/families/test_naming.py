@@ -5,12 +5,15 @@ import copy
 import pytest
 import torch
 from devicebridge.families.naming import Stack, find_by_diffusers, find_by_original, originals_of
-from devicebridge.families.registry import FAMILIES, find_family
+from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import Rename
 from devicebridge.tests.toy import TINY, stack_tensors
 from diffusers.loaders import single_file_utils
 
-VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
+EACH_VARIANT = pytest.mark.parametrize(
+    ("family", "variant"),
+    [pytest.param(family, each, id=each.name) for family in FAMILIES.values() for each in family.variants],
+)
 
 
 def _shapes(family, variant):
@@ -26,12 +29,11 @@ def _assert_equal(ours, theirs):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
-def test_every_published_checkpoint_converts_as_diffusers_converts_it(family_name, variant_name):
-    family = find_family(family_name)
+@EACH_VARIANT
+def test_every_published_checkpoint_converts_as_diffusers_converts_it(family, variant):
     # Every tensor at full height and depth, one column wide: names and rows are all that conversion touches. Bare
     # tables ([1, 6, D]) keep their first two dims.
-    shapes = _shapes(family, family.variant(variant_name))
+    shapes = _shapes(family, variant)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(
@@ -40,14 +42,13 @@ def test_every_published_checkpoint_converts_as_diffusers_converts_it(family_nam
         for name, shape in shapes.items()
     }
     original = stack_tensors(family, tensors)
-    assert len(original) < len(tensors) or family_name == "wan"
-    _assert_equal(getattr(single_file_utils, TINY[family_name].converter)(copy.copy(original)), tensors)
+    assert len(original) < len(tensors) or family.name == "wan"
+    _assert_equal(getattr(single_file_utils, TINY[family.name].converter)(copy.copy(original)), tensors)
 
 
-@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
-def test_the_table_names_every_tensor_once_both_ways(family_name, variant_name):
-    family = find_family(family_name)
-    shapes = _shapes(family, family.variant(variant_name))
+@EACH_VARIANT
+def test_the_table_names_every_tensor_once_both_ways(family, variant):
+    shapes = _shapes(family, variant)
     stacks = originals_of(shapes, family.renames)
     members = [member for stack in stacks.values() for member in stack.members]
     assert sorted(members) == sorted(shapes)

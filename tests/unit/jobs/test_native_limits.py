@@ -116,7 +116,7 @@ def test_of_rows_that_were_derived_a_run_takes_those_of_its_own_inputs(
 ) -> None:
     """The forward, as ComfyUI's class says which rows its inputs have; the first ones would be tried for all."""
     info, begun = make_published_info("flux2-klein-4b"), []
-    rows = NativeModel("Toy", "toy", ("blocks",), (), "a toy", derived_rows={"a": PLAN, "b": WHOLE_TEXT})
+    rows = NativeModel("toy.Toy", ("blocks",), (), "a toy", derived_rows={"a": PLAN, "b": WHOLE_TEXT})
     own = dataclasses.replace(info, family=dataclasses.replace(info.family, native=rows))
     job = make_plan_job(parallel={"strategy": strategy})
     assert info.variant is not None

@@ -75,10 +75,11 @@ def test_cancel_while_a_vae_decodes_is_left_for_the_training_to_hear(drawing, mo
     management: Any = sys.modules["comfy.model_management"]
     interrupted = mock.Mock(side_effect=management.InterruptProcessingException)
     home = torch.device("cpu")
-    monkeypatch.setattr(drawing.files, "load_vae", lambda path: SimpleNamespace(device=home, decode=interrupted))
+    vae = mock.Mock(device=home, decode=interrupted, memory_used_decode=lambda *_: 1, model_size=lambda: 2)
+    monkeypatch.setattr(drawing.files, "load_vae", lambda path: vae)
     monkeypatch.setattr(drawing, "outside", lambda about: nullcontext())
     with pytest.raises(Stopped):
-        drawing.ComfyDecoding(tmp_path, mock.Mock(), has_sequence=True).decode(torch.zeros(1, 4, 1, 2, 2), home)
+        list(drawing.decoded(tmp_path, [torch.zeros(1, 4, 1, 2, 2)], {3: home}.get, mock.Mock(), has_sequence=True))
     assert management.processing_interrupted()
 
 

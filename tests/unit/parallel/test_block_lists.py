@@ -37,7 +37,7 @@ class _Model(nn.Module):
         self.tail_list = _blocks(2)
 
 
-_ROW = NativeModel("_Model", "", ("first", "middle", "second"), ("tail", "tail_list", "absent"), "for tests")
+_ROW = NativeModel("_Model", ("first", "middle", "second"), ("tail", "tail_list", "absent"), "for tests")
 _WITH_SIDE = dataclasses.replace(_ROW, block_lists=("first", "side"), follows={"side": Follows("first", "mapping")})
 
 

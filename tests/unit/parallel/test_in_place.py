@@ -4,7 +4,7 @@ import pytest
 import torch
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.offload.recompute import checkpoint_calls, recompute
-from devicebridge.patches.compile_blocks import Compiler
+from devicebridge.patches.compile_blocks import OutOfPlace
 from devicebridge.tests.toy import slopes
 from torch import nn
 
@@ -155,7 +155,7 @@ def _guarded(cls, passed_by=()):
 
 def _compiled(guard):
     torch._dynamo.reset()
-    return guard.compiled(Compiler("aot_eager", fullgraph=True))
+    return guard.compiled(lambda forward: torch.compile(forward, backend=OutOfPlace("aot_eager"), fullgraph=True))
 
 
 def _recomputed(block, *args):

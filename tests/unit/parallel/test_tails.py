@@ -100,13 +100,13 @@ class Modules(nn.Module):
 
 ROWS = {
     "methods": NativeModel(
-        *("Methods", "toy", ("blocks",), ("out",), "a toy"),
+        *("toy.Methods", ("blocks",), ("out",), "a toy"),
         tail_parameters=("table", "not in this build"),
         read_by_tail={"_prepare": 1},
         tail_arguments={"_finish": ("mask",)},
     ),
     "modules": NativeModel(
-        *("Modules", "toy", ("decoder.layers",), ("decoder.out",), "a toy"), tail_parameters=("decoder.table",),
+        *("toy.Modules", ("decoder.layers",), ("decoder.out",), "a toy"), tail_parameters=("decoder.table",),
         read_by_tail={"decoder.time": 0, "decoder.time_r": 0}, mixes_early=True,
     ),
 }  # fmt: skip

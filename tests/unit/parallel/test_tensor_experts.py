@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 HIDDEN = 24
 (PLAN,) = plan_of(
     features="ff.*.up", features_back="ff.*.down/ff", mlp="tail.up>tail.down",
-    num_heads="num_heads", head_dim="head_dim", decided=("ff.gate",),
+    num_heads="num_heads", width="width", decided=("ff.gate",),
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class Experts(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.num_heads, self.width = HEADS, WIDTH
         self.ff, self.tail = Experts(), Mlp()
 
     def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:

@@ -43,12 +43,7 @@ PLANS = (
         num_heads="num_heads",
         num_kv_heads="num_kv_heads",
         width="hidden_size",
-        attributes={
-            "num_heads": "heads",
-            "num_kv_heads": "kv_heads",
-            "hidden_size": "heads",
-            "mlp_hidden_dim_first": "linear1",
-        },
+        attributes={"hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
     ),
     TensorPlan(
         block="Separate",
@@ -58,7 +53,6 @@ PLANS = (
             Divided("mlp.2", "row", ("features",), sum_after="mlp"),
         ),
         num_heads="attn.num_heads",
-        width="width",
         norms=("attn.norm_?",),
     ),
 )  # fmt: skip

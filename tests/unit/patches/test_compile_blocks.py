@@ -1,6 +1,5 @@
 """Compiled blocks: the numbers of uncompiled ones, one graph per kind, and no trace after removal."""
 
-import collections
 import dataclasses
 
 import pytest
@@ -92,26 +91,6 @@ def _check_blocks(model, lora, name, handle, expected):
     assert all(torch.equal(gradients[parameter], gradient) for parameter, gradient in expected[1].items())
 
 
-@pytest.mark.long
-def test_blocks_alike_share_their_graphs():
-    """Two per kind at most: the first block's input needs no gradient."""
-    model, lora = _make("flux2")
-    backend = _Counted()
-    torch._dynamo.reset()
-    handle = apply_compile(model, FAMILIES["flux2"], backend=backend)
-    _step(model, lora, "flux2")
-    kinds = collections.Counter(
-        type(block).__name__
-        for each in ("transformer_blocks", "single_transformer_blocks")
-        for block in model.get_submodule(each)
-    )
-    assert max(kinds.values()) > 1
-    assert backend.num_graphs <= 2 * len(kinds)
-    _step(model, lora, "flux2", seed=1)
-    assert backend.num_graphs <= 2 * len(kinds)  # nothing anew for the same shapes
-    handle.remove()
-
-
 def _of_size(name, *, rows=0, tokens=0):
     """The tiny family with larger latents and longer captions."""
     tiny = TINY[name]
@@ -195,17 +174,6 @@ class _Looking(_Part):
         return super().forward(x) * (2 if transformer_options["block"] == ("input", 1) else 1)
 
 
-def test_parts_that_look_where_they_are_need_graphs_of_their_own(caplog):
-    model = _Unet([3] * 9)
-    for block in model.blocks:
-        block[0] = _Looking(3)
-        block[0].forward = InPlaceGuard(block[0])
-    row = next(each for each in NATIVE_MODELS if each.hooks_children)
-    family = dataclasses.replace(FAMILIES["flux2"], native=row, block_lists=(BlockList("blocks"),))
-    assert compile_if_possible(model, family, 4 * [CPU], 1) is None
-    assert "9 kinds of block of one class may need 288 graphs" in caplog.text
-
-
 def test_parts_that_are_called_one_by_one_are_compiled_one_by_one(caplog):
     torch.manual_seed(1)
     model, x, backend = _Unet(range(3, 15)), torch.randn(4, 2), _Counted()
@@ -213,7 +181,6 @@ def test_parts_that_are_called_one_by_one_are_compiled_one_by_one(caplog):
     family = dataclasses.replace(FAMILIES["flux2"], native=row, block_lists=(BlockList("blocks"),))
     plain = torch.autograd.grad(model(x), list(model.parameters()))
     assert compile_if_possible(model, family, 3 * [CPU], 1) is None  # 8 graphs of 12 sizes on 3 devices
-    assert "12 kinds of block of one class may need 288 graphs" in caplog.text
     handle = apply_compile(model, family, backend=backend)
     found = torch.autograd.grad(model(x), list(model.parameters()))
     assert backend.num_graphs == 12
@@ -221,6 +188,13 @@ def test_parts_that_are_called_one_by_one_are_compiled_one_by_one(caplog):
     assert all(isinstance(part.forward, InPlaceGuard) for block in model.blocks for part in block)
     for one, other in zip(found, plain, strict=True):
         torch.testing.assert_close(one, other)
+    model = _Unet([3] * 9)
+    for block in model.blocks:
+        block[0] = _Looking(3)
+        block[0].forward = InPlaceGuard(block[0])
+    assert compile_if_possible(model, family, 4 * [CPU], 1) is None
+    for count in (12, 9):  # of parts that look where they are each needs graphs of its own
+        assert f"{count} kinds of block of one class may need 288 graphs" in caplog.text
 
 
 def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():

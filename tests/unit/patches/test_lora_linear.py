@@ -1,6 +1,7 @@
 """A frozen linear and its LoRA in one function, against PEFT and against float64."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -102,52 +103,45 @@ def test_in_float32_it_is_what_peft_computes() -> None:
     assert type(run(layer, x, grad)[0].grad_fn).__name__ != type(expected[0].grad_fn).__name__
 
 
-def _peft_decides(layer: Any, case: str) -> Any:
-    if case == "disabled":
-        layer.enable_adapters(False)
-    elif case == "merged":
-        layer.merge()
-    elif case == "two adapters":
-        layer.update_layer("other", 4, lora_alpha=4, init_lora_weights=False, config=LoraConfig(r=4))
-        layer.set_adapter(["default", "other"])
-    elif case == "trained base":
-        layer.base_layer.requires_grad_(True)
-    elif case == "hook":
-        layer.base_layer.register_forward_hook(lambda module, args, output: output * 2)
-    elif case == "hook on LoRA":
-        layer.lora_B["default"].register_forward_hook(lambda module, args, output: output * 2)
-    elif case == "replaced forward":
-        layer.base_layer.forward = lambda x: x.sum(-1, keepdim=True).expand(*x.shape[:-1], NUM_OUT)
-    return layer
+def _two_adapters(layer: Any) -> None:
+    layer.update_layer("other", 4, lora_alpha=4, init_lora_weights=False, config=LoraConfig(r=4))
+    layer.set_adapter(["default", "other"])
 
 
-PEFT_CASES = ["disabled", "merged", "two adapters", "trained base", "hook", "hook on LoRA", "replaced forward"]
+def _replaced_forward(layer: Any) -> None:
+    layer.base_layer.forward = lambda x: x.sum(-1, keepdim=True).expand(*x.shape[:-1], NUM_OUT)
 
 
-@pytest.mark.parametrize("case", PEFT_CASES)
+def _doubled(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, output: output * 2)
+
+
+PEFT_DECIDES: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "disabled": ({}, lambda layer: layer.enable_adapters(False)), "merged": ({}, lambda layer: layer.merge()),
+    "two adapters": ({}, _two_adapters), "trained base": ({}, lambda layer: layer.base_layer.requires_grad_(True)),
+    "hook": ({}, lambda layer: _doubled(layer.base_layer)),
+    "hook on LoRA": ({}, lambda layer: _doubled(layer.lora_B["default"])), "replaced forward": ({}, _replaced_forward),
+    "dropout": ({"lora_dropout": 0.5}, nn.Module.train), "DoRA": ({"use_dora": True}, nn.Module.train),
+    "LoRA bias": ({"lora_bias": True}, nn.Module.train),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PEFT_DECIDES)
 def test_peft_decides_what_is_no_single_plain_lora(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
-    x, _ = make_input(torch.float32)
-    expected = _peft_decides(make_layer(), case)(x)
-    layer = _peft_decides(make_layer(), case)
-    apply_fused_lora(layer)
-    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+    (options, change), (x, _) = PEFT_DECIDES[case], make_input(torch.float32)
+    found = []
+    for fuse in (lambda layer: None, apply_fused_lora):
+        layer = make_layer(**options)
+        change(layer)
+        fuse(layer)
+        torch.manual_seed(2)
+        found.append(layer(x))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def _must_not_run(*args: Any) -> None:
     raise AssertionError("the fused function ran")
-
-
-@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
-def test_peft_decides_for_other_kinds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
-    layer = make_layer(**options).train()
-    x, _ = make_input(torch.float32)
-    torch.manual_seed(2)
-    expected = layer(x)
-    apply_fused_lora(layer)
-    torch.manual_seed(2)
-    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
 
 
 def test_under_autocast_peft_decides(monkeypatch: pytest.MonkeyPatch) -> None:

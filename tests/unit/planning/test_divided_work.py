@@ -21,7 +21,7 @@ from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
 from devicebridge.tests.unit.parallel.test_tensor_parallel import HIDDEN, PLANS, WIDTH, Fused, Model, Separate
 from torch import nn
 
-LAYOUT = NativeModel("Toy", "toy", ("blocks",), (), "a toy", sample_modules=("*modulation*",), tensor=PLANS)
+LAYOUT = NativeModel("toy.Toy", ("blocks",), (), "a toy", sample_modules=("*modulation*",), tensor=PLANS)
 TOKENS = 9
 
 
@@ -75,7 +75,7 @@ def test_layers_that_every_card_computes_whole_are_counted_apart() -> None:
 
 def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> None:
     block, tokens = Block(), 512 + 512
-    layout = NativeModel("Toy", "toy", ("blocks",), (), "a toy", routed_modules={"*.experts.*": 0.25})
+    layout = NativeModel("toy.Toy", ("blocks",), (), "a toy", routed_modules={"*.experts.*": 0.25})
     work = forward_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, (1.0, 1.0)))}, 512)
     width = block.tail.up.in_features
     # sums, and what the gate has chosen, and how much of it

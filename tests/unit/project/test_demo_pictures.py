@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from devicebridge.families.flux2 import FLUX2
+from devicebridge.families.flux import FLUX2
 from devicebridge.scripts.demo_pictures import sample_images
 from devicebridge.scripts.demo_report import split_is_equal
 

@@ -2,7 +2,7 @@
 
 import gc
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,21 +53,6 @@ def test_tiles_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiled < 0.6 * whole
 
 
-class _Module:
-    """torch.cuda, as far as room is asked for."""
-
-    def __init__(self, free: dict[int, int], reserved: dict[int, int]) -> None:
-        self._free, self._reserved = free, reserved
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self._free[device.index], 10**12
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return self._reserved[device.index]
-
-    memory_allocated = memory_reserved
-
-
 MANY, WHOLE, TILED = 10**9, 500, 100
 
 
@@ -84,9 +69,9 @@ MANY, WHOLE, TILED = 10**9, 500, 100
 )
 def test_a_vae_goes_where_the_forecast_leaves_room(tmp_path, monkeypatch, limits, free, reserved, place):
     """Whole on the first card that has room, else in tiles, else on the CPU; never beyond what was forecast."""
-    module: Any = _Module(free, reserved)
+    module = SimpleNamespace(memory_reserved=lambda device: reserved[device.index])
     monkeypatch.setattr(decode, "device_module", lambda device: module)
-    monkeypatch.setattr(decode, "free_bytes", lambda device: module.mem_get_info(device)[0])
+    monkeypatch.setattr(decode, "free_bytes", lambda device: free[device.index])
     monkeypatch.setattr(decode, "_WORKSPACE_BYTES", 0)
     monkeypatch.setattr(decode, "_LOSSES", 1.0)
     monkeypatch.setattr(decode, "decoding_bytes", lambda *arguments, is_tiled: TILED if is_tiled else WHOLE)

@@ -136,17 +136,6 @@ def test_pictures_are_those_of_diffusers_pipeline_with_the_same_lora(name, tmp_p
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("tokens", [64, 1024, 4096, 4300, 4301, 9000])
-@pytest.mark.parametrize("steps", [4, 28, 50, 200])
-def test_flux2_is_sampled_with_the_shift_of_its_pipeline(tokens: int, steps: int) -> None:
-    from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
-
-    sampling = FAMILIES["flux2"].sampling
-    assert sampling is not None
-    expected = float(np.exp(compute_empirical_mu(tokens, steps)))
-    assert sampling.shift(tokens, steps) == pytest.approx(expected, rel=1e-12)
-
-
 def test_a_file_is_what_the_vae_makes_of_the_latents(tmp_path: Path, drawn: list[list[torch.Tensor]]) -> None:
     """By diffusers' own processor of pictures."""
     from diffusers.image_processor import VaeImageProcessor
