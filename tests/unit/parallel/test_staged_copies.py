@@ -1,4 +1,4 @@
-"""Copies through host memory: their bits, and in which order simulated streams read and write the buffers."""
+"""Copies between cards, also through host memory: their bits, and the order in which simulated streams work."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from devicebridge.parallel import staged_copies as staged_module
 from devicebridge.parallel.staged_copies import SideStreams, copies_between
-from devicebridge.parallel.transfer import settle
+from devicebridge.parallel.transfer import CurrentStreams, Versioned, settle
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
-from devicebridge.tests.streams import HostClock
+from devicebridge.tests.streams import Clock, HostClock
 
-HOME, NEXT = CARDS[:2]
+HOME, NEXT, THIRD = CARDS[:3]
 COPY_S, KERNEL_S = 1.0, 10.0  # of a piece to the host, and of a matrix product
 PIECE_BYTES = 64
 
@@ -110,11 +110,56 @@ def test_pairs_with_access_copy_directly_beside_one_that_has_none(machine, monke
     with emulated_cards(3) as cards, machine.installed():
         tensor, arrivals, copies = _product(), {}, copies_between(CARDS[:3])
         cards.copies.clear()
-        found = [copies.copy(tensor, device, arrivals) for device in (NEXT, CARDS[2])]
+        found = [copies.copy(tensor, device, arrivals) for device in (NEXT, THIRD)]
         back = copies.copy(found[0], HOME, arrivals)
         settle(arrivals)
         assert all(torch.equal(on_cpu(each), on_cpu(tensor)) for each in (*found, back))
         routes = {(each.source, each.target) for each in cards.copies}
     cpu = torch.device("cpu")
-    assert routes == {(HOME, cpu), (cpu, NEXT), (HOME, CARDS[2]), (NEXT, HOME)}
+    assert routes == {(HOME, cpu), (cpu, NEXT), (HOME, THIRD), (NEXT, HOME)}
     assert set(copies._buffers) == {(HOME, NEXT)}
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_what_is_made_with_a_version_leaves_the_modes_as_they_were(around) -> None:
+    with around():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        for _ in range(2):
+            with pytest.raises(KeyError), Versioned():
+                assert not torch.is_inference_mode_enabled()
+                assert torch.is_grad_enabled() is (around is torch.enable_grad)
+                made = torch.ones(2, requires_grad=around is torch.enable_grad) * 2
+                version = made._version
+                made.detach().add_(1)
+                assert made._version == version + 1 and made.requires_grad is (around is torch.enable_grad)
+                raise KeyError
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+
+
+@pytest.mark.parametrize("current", [0, 1, 2])
+def test_streams_and_the_current_card_are_those_from_before(machine, current) -> None:
+    """Whether a copy begins on the source's card, as most do, on the target's or on another one."""
+    with machine.installed():
+        ours = machine.Stream(HOME), machine.Stream(NEXT)
+        theirs = machine.Stream(NEXT)
+        machine.set_stream(theirs)
+        machine.set_device(current)
+        with CurrentStreams(machine, *ours) as before:
+            assert machine.current_device() == current
+            assert [machine.current_stream(index) for index in (0, 1)] == list(ours)
+        assert before == [machine.default[HOME], theirs] and machine.current_device() == current
+        assert [machine.current_stream(index) for index in (0, 1, 2)] == [*before, machine.default[THIRD]]
+
+
+def test_several_tensors_wait_once_and_are_waited_for_together(machine) -> None:
+    with emulated_cards(2), machine.installed(), Clock(machine, copy_cost=1.0) as clock:
+        tensors = [torch.randn(4, 4).to(HOME) @ torch.randn(4, size).to(HOME) for size in (2, 3)]
+        copies, arrivals = SideStreams(), {}
+        busy = machine.default[HOME].busy_until
+        found = copies.copies(tensors, NEXT, arrivals)
+        assert machine.default[HOME].busy_until == busy and list(arrivals) == [(HOME, NEXT)]
+        settle(arrivals)
+        assert machine.default[NEXT].busy_until == busy + 2.0 and not arrivals
+        _ = [each + 1 for each in found]
+        assert clock.races == 0
+    assert all(torch.equal(on_cpu(each), on_cpu(tensor)) for each, tensor in zip(found, tensors, strict=True))
