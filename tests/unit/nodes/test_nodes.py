@@ -415,40 +415,37 @@ def test_defaults_make_the_jobs_defaults(nodes: ModuleType, host: comfy_stub.Fak
     assert job.schedule == config.ScheduleConfig()
 
 
-CHANGES = [
-    ("name", "other", "output.name", "other"), ("name", " other.safetensors", "output.name", "other"),
-    ("steps", 7, "train.steps", 7), ("learning_rate", 0.5, "optimizer.learning_rate", 0.5), ("rank", 3, "lora.rank", 3),
-    ("alpha", 2.5, "lora.alpha", 2.5), ("batch_size", 5, "train.batch_size", 5),
-    ("accumulation", 6, "train.gradient_accumulation_steps", 6), ("random_seed", 99, "train.seed", 99),
-    ("gradient_checkpointing", False, "train.gradient_checkpointing", False),
-    ("optimizer", "adamw8bit", "optimizer.name", "adamw8bit"), ("weight_decay", 0.25, "optimizer.weight_decay", 0.25),
-    ("schedule", "cosine", "schedule.name", "cosine"), ("warmup_steps", 4, "schedule.warmup_steps", 4),
-    ("clip_norm", 0.0, "train.clip_norm", 0.0), ("dropout", 0.5, "lora.dropout", 0.5),
-    ("dora", True, "lora.dora", True),
-    ("targets", "*.to_q\n*.to_k, *.to_v", "lora.targets", ("*.to_q", "*.to_k", "*.to_v")),
-    ("training_dtype", "bfloat16", "lora.dtype", "bfloat16"),
-    ("timestep_sampling", "sigmoid", "objective.timestep_sampling", "sigmoid"),
-    ("shift", "3.0", "objective.shift", 3.0), ("shift", "dynamic", "objective.shift", "dynamic"),
-    ("guidance", 3.5, "objective.guidance", 3.5), ("save_every", 8, "output.save_every_steps", 8),
-    ("keep_last", 9, "output.keep_last", 9), ("lora_layout", "diffusers", "output.lora_layout", "diffusers"),
-    ("lora_dtype", "float32", "output.lora_dtype", "float32"), ("tensorboard", True, "output.tensorboard", True),
-    ("compile_blocks", "auto", "train.compile", "auto"),
-    ("offload_activations", "on", "train.offload_activations", "on"),
-    ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
-    ("sample_prompts", "a cat, asleep\n\n a dog \n", "samples.prompts", ("a cat, asleep", "a dog")),
-    ("sample_every", 7, "samples.every_steps", 7), ("sample_steps", 8, "samples.steps", 8),
-    ("sample_guidance", 1.0, "samples.guidance", 1.0), ("sample_width", 512, "samples.width", 512),
-    ("sample_height", 0, "samples.height", 0), ("sample_seed", 5, "samples.seed", 5),
-    ("lora_kind", "lokr", "lora.kind", "lokr"),
-    ("layers", "attention", "lora.layers", "attention"), ("start_from", "", "lora.start_from", ""),
-    ("ema_decay", 0.99, "train.ema_decay", 0.99), ("processes", 2, "parallel.processes", 2),
-    ("strategy", "fsdp", "parallel.strategy", "fsdp"), ("expert", "low_noise", "objective.expert", "low_noise"),
+CHANGES: list[tuple[Any, ...]] = [  # socket, its setting, a value, and what that is in the job where it is another
+    ("name", "output.name", "other"), ("name", "output.name", " other.safetensors", "other"),
+    ("steps", "train.steps", 7), ("learning_rate", "optimizer.learning_rate", 0.5), ("rank", "lora.rank", 3),
+    ("alpha", "lora.alpha", 2.5), ("batch_size", "train.batch_size", 5),
+    ("accumulation", "train.gradient_accumulation_steps", 6), ("random_seed", "train.seed", 99),
+    ("gradient_checkpointing", "train.gradient_checkpointing", False), ("optimizer", "optimizer.name", "adamw8bit"),
+    ("weight_decay", "optimizer.weight_decay", 0.25), ("schedule", "schedule.name", "cosine"),
+    ("warmup_steps", "schedule.warmup_steps", 4), ("clip_norm", "train.clip_norm", 0.0),
+    ("dropout", "lora.dropout", 0.5), ("dora", "lora.dora", True),
+    ("targets", "lora.targets", "*.to_q\n*.to_k, *.to_v", ("*.to_q", "*.to_k", "*.to_v")),
+    ("training_dtype", "lora.dtype", "bfloat16"), ("timestep_sampling", "objective.timestep_sampling", "sigmoid"),
+    ("shift", "objective.shift", "3.0", 3.0), ("shift", "objective.shift", "dynamic"),
+    ("guidance", "objective.guidance", 3.5), ("save_every", "output.save_every_steps", 8),
+    ("keep_last", "output.keep_last", 9), ("lora_layout", "output.lora_layout", "diffusers"),
+    ("lora_dtype", "output.lora_dtype", "float32"), ("tensorboard", "output.tensorboard", True),
+    ("compile_blocks", "train.compile", "auto"), ("offload_activations", "train.offload_activations", "on"),
+    ("cuda_graphs", "train.cuda_graphs", "auto"),
+    ("sample_prompts", "samples.prompts", "a cat, asleep\n\n a dog \n", ("a cat, asleep", "a dog")),
+    ("sample_every", "samples.every_steps", 7), ("sample_steps", "samples.steps", 8),
+    ("sample_guidance", "samples.guidance", 1.0), ("sample_width", "samples.width", 512),
+    ("sample_height", "samples.height", 0), ("sample_seed", "samples.seed", 5), ("lora_kind", "lora.kind", "lokr"),
+    ("layers", "lora.layers", "attention"), ("start_from", "lora.start_from", ""),
+    ("ema_decay", "train.ema_decay", 0.99), ("processes", "parallel.processes", 2),
+    ("strategy", "parallel.strategy", "fsdp"), ("expert", "objective.expert", "low_noise"),
 ]  # fmt: skip
 OF_TEXT = {"text_encoder", "text_encoder_rank", "text_encoder_learning_rate"}
 
 
-@pytest.mark.parametrize(("socket", "value", "key", "expected"), CHANGES)
-def test_a_socket_reaches_its_setting_and_no_other(nodes, sockets, socket, value, key, expected):
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_socket_reaches_its_setting_and_no_other(nodes, sockets, change):
+    (socket, key, value), expected = change[:3], change[-1]
     section, name = key.split(".")
     before, after = _job(nodes, sockets), _job(nodes, sockets, **{socket: value})
     assert getattr(getattr(after, section), name) == expected
