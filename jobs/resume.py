@@ -164,7 +164,7 @@ def placement_facts(placement: Placement) -> dict[str, Any]:
 
 _FIXED = ("model", "model.family", "model.variant", "model.second_expert")  # and what the LoRA is
 _DECIDE_ORDER = {"data", "train.batch_size", "train.seed"}  # "data": what its folders hold
-_DECIDE_STATE = {"optimizer.name", "optimizer.options", "optimizer.kahan"}
+_DECIDE_STATE = {"optimizer.name", "optimizer.options"}
 _NOWHERE: dict[str, Any] = {"placement": [], "replicas": [], "row_shares": []}
 
 

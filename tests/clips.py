@@ -86,6 +86,15 @@ def save_animation(path: Path, frames: Sequence[np.ndarray], durations_ms: Seque
     return path
 
 
+def save_image(path: Path, height: int = 64, width: int = 64, seed: int = 0, caption: str = "", **options: Any) -> None:
+    """Of random pixels, in a folder that need not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(values).save(path, **options)
+    if caption:
+        path.with_suffix(".txt").write_text(caption)
+
+
 def save_sequence(folder: Path, frames: Sequence[np.ndarray]) -> Path:
     folder.mkdir(parents=True)
     for index, values in enumerate(frames):

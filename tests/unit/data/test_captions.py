@@ -20,7 +20,7 @@ from devicebridge.data.captions import make_captions, vary_tags
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.samples import DROPPED, BatchOrder, Sample, as_evaluated, dataset_fingerprint, describe_samples
 from devicebridge.families.spec import LatentSpec
-from devicebridge.tests.clips import plain_frames, save_sequence
+from devicebridge.tests.clips import plain_frames, save_image, save_sequence
 from PIL import Image
 
 LATENT = LatentSpec(channels=4, spatial_stride=8, size_multiple=16)
@@ -29,8 +29,7 @@ VIDEO = LatentSpec(channels=4, spatial_stride=8, size_multiple=16, frame_stride=
 
 def _save(*paths: Path) -> None:
     for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((64, 64), 100).convert("RGB").save(path)
+        save_image(path)
 
 
 def _scan(folder: Path, latent: LatentSpec = LATENT, of_folder: dict[str, Any] | None = None, **options: Any):

@@ -20,18 +20,10 @@ from devicebridge.data.video import probe_clip, read_frames
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import LatentSpec
 from devicebridge.system import files
-from devicebridge.tests.clips import COLOURS, middle_colours, plain_frames, save_sequence
+from devicebridge.tests.clips import COLOURS, middle_colours, plain_frames, save_image, save_sequence
 from PIL import Image
 
 IMAGES, CLIPS = FAMILIES["flux2"].latent, FAMILIES["wan"].latent
-
-
-def _save(path: Path, caption: str = "", **options: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(path, **options)
-    if caption:
-        path.with_suffix(".txt").write_text(caption)
-    return path
 
 
 def _scan(*folders: Path, latent=IMAGES, others: tuple[str, ...] = (), **options) -> list[Sample]:
@@ -58,7 +50,7 @@ def _counts(caplog: pytest.LogCaptureFixture) -> list[tuple[int, dict[str, int]]
 def test_whatever_pillow_reads_safely_is_trained(tmp_path: Path, name: str, kind: str) -> None:
     if Path(name).suffix not in image_suffixes():
         pytest.skip(f"Pillow has no {kind} here")
-    _save(tmp_path / name, "words", format=kind)
+    save_image(tmp_path / name, caption="words", format=kind)
     for latent in (IMAGES, CLIPS):
         assert [(Path(each.path).name, each.caption) for each in _scan(tmp_path, latent=latent)] == [(name, "words")]
 
@@ -100,13 +92,13 @@ def test_the_older_containers_are_clips(tmp_path: Path, name: str) -> None:
 
 
 def test_what_is_not_read_is_named_with_counts_by_ending(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _save(tmp_path / "a.png", "words")
+    save_image(tmp_path / "a.png", caption="words")
     for name in ("b.psd", "c.psd", "b.txt", "metadata.jsonl", "a.json", "a.npz", "LICENSE", "d.caption"):
         (tmp_path / name).write_bytes(b"x")
     for name in (".DS_Store", "._a.png", "Thumbs.db", "desktop.ini"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "@eaDir").mkdir()
-    _save(tmp_path / "@eaDir" / "small.jpg")
+    save_image(tmp_path / "@eaDir" / "small.jpg")
     _scan(tmp_path)
     endings = {".psd": 2, ".txt": 1, ".jsonl": 1, ".json": 1, ".npz": 1, ".caption": 1}
     assert _counts(caplog) == [(8, endings)]
@@ -115,7 +107,7 @@ def test_what_is_not_read_is_named_with_counts_by_ending(tmp_path: Path, caplog:
 
 
 def test_a_missing_plugin_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _save(tmp_path / "a.png", "words")
+    save_image(tmp_path / "a.png", caption="words")
     for suffix, package in ((".heic", "pillow-heif"), (".jxl", "pillow-jxl-plugin")):
         if suffix not in image_suffixes():
             caplog.clear()
@@ -125,8 +117,8 @@ def test_a_missing_plugin_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_nothing_is_said_of_a_folder_that_is_read_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _save(tmp_path / "a.png", "words")
-    _save(tmp_path / "a_mask.png")
+    save_image(tmp_path / "a.png", caption="words")
+    save_image(tmp_path / "a_mask.png")
     save_sequence(tmp_path / "clip", plain_frames(17, (64, 64)))
     (tmp_path / "clip.txt").write_text("moving")
     _scan(tmp_path, tmp_path, latent=CLIPS)
@@ -135,11 +127,11 @@ def test_nothing_is_said_of_a_folder_that_is_read_whole(tmp_path: Path, caplog: 
 
 @pytest.mark.parametrize(("latent", "sounds"), [(IMAGES, 0), (CLIPS, 0), (replace(CLIPS, sound_rate=25.0), 1)])
 def test_sub_folders_are_named_with_what_they_hold(tmp_path: Path, caplog, latent: LatentSpec, sounds: int) -> None:
-    _save(tmp_path / "cover.png", "words")
+    save_image(tmp_path / "cover.png", caption="words")
     for index in range(3):
-        _save(tmp_path / "10_cat" / f"{index}.jpg", "a cat")
+        save_image(tmp_path / "10_cat" / f"{index}.jpg", caption="a cat")
     (tmp_path / "10_cat" / "purr.wav").write_bytes(b"")
-    _save(tmp_path / "more" / "deep" / "er" / "a.png")
+    save_image(tmp_path / "more" / "deep" / "er" / "a.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "more" / "round").symlink_to(tmp_path)
     _scan(tmp_path, latent=latent)
@@ -148,9 +140,9 @@ def test_sub_folders_are_named_with_what_they_hold(tmp_path: Path, caplog, laten
 
 
 def test_sub_folders_of_their_own_are_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _save(tmp_path / "a.png", "words")
+    save_image(tmp_path / "a.png", caption="words")
     for name in ("trained", "held_out"):
-        _save(tmp_path / name / "a.png", "words")
+        save_image(tmp_path / name / "a.png", caption="words")
     _scan(tmp_path, tmp_path / "trained", others=(str(tmp_path / "held_out"),))
     assert _counts(caplog) == []
     _scan(tmp_path, tmp_path / "trained")
@@ -158,7 +150,7 @@ def test_sub_folders_of_their_own_are_not_said(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_folder_of_deeper_folders_alone_is_refused_with_their_names(tmp_path: Path) -> None:
-    _save(tmp_path / "10_cat" / "fold" / "a.jpg", "a cat")
+    save_image(tmp_path / "10_cat" / "fold" / "a.jpg", caption="a cat")
     (tmp_path / "note.md").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"no images in.*1 of \.md.*10_cat \(1\)"):
         _scan(tmp_path)
@@ -180,7 +172,7 @@ def test_a_look_for_what_is_left_out_refuses_nothing(tmp_path, caplog, monkeypat
         save_sequence(tmp_path / name, plain_frames(17, (64, 64)))
         (tmp_path / f"{name}.txt").write_text("moving")
     for folder in ("a", "b", "closed"):
-        _save(tmp_path / "large" / folder / "a.png", "words")
+        save_image(tmp_path / "large" / folder / "a.png", caption="words")
     scandir = os.scandir
 
     def refusing(path: Path):
@@ -194,8 +186,8 @@ def test_a_look_for_what_is_left_out_refuses_nothing(tmp_path, caplog, monkeypat
 
 
 def test_what_is_no_reference_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _save(tmp_path / "after" / "a.png", "words")
-    _save(tmp_path / "before" / "a.png", "ignored")
+    save_image(tmp_path / "after" / "a.png", caption="words")
+    save_image(tmp_path / "before" / "a.png", caption="ignored")
     (tmp_path / "before" / "a_1.psd").write_bytes(b"x")
     folder = FolderConfig(str(tmp_path / "after"), references=(str(tmp_path / "before"),))
     scan_folders(DataConfig((folder,), resolutions=(64,), condition="reference"), IMAGES)
@@ -204,7 +196,7 @@ def test_what_is_no_reference_is_named(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_captions_of_another_ending_are_read_where_no_txt_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in "ab":
-        _save(tmp_path / f"{name}.png")
+        save_image(tmp_path / f"{name}.png")
         (tmp_path / f"{name}.caption").write_text(f"caption of {name}\n")
     (tmp_path / "b.txt").write_text("text of b")
     assert [sample.caption for sample in _scan(tmp_path)] == ["caption of a", "text of b"]
@@ -214,7 +206,7 @@ def test_captions_of_another_ending_are_read_where_no_txt_is(tmp_path: Path, cap
 
 
 def test_masks_of_another_trainer_are_masks(tmp_path: Path) -> None:
-    _save(tmp_path / "a.png", "words")
+    save_image(tmp_path / "a.png", caption="words")
     Image.new("L", (64, 64), 255).save(tmp_path / "a-masklabel.png")
     (sample,) = _scan(tmp_path)
     assert sample.mask_path == str(tmp_path / "a-masklabel.png")
@@ -224,8 +216,8 @@ def test_masks_of_another_trainer_are_masks(tmp_path: Path) -> None:
 
 
 def test_conditions_of_another_trainer_are_no_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _save(tmp_path / "a.png", "words")
-    _save(tmp_path / "a-condlabel.png")
+    save_image(tmp_path / "a.png", caption="words")
+    save_image(tmp_path / "a-condlabel.png")
     assert [Path(sample.path).name for sample in _scan(tmp_path)] == ["a.png"]
     assert [text for text in caplog.messages if "1 images are conditions" in text and "a-condlabel.png" in text]
     assert not is_media(tmp_path / "a-condlabel.png")

@@ -8,8 +8,8 @@ from devicebridge.config.job import job_keys
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.samples import BatchOrder, dataset_fingerprint
 from devicebridge.families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
-from devicebridge.tests.clips import save_clip
-from devicebridge.tests.unit.data.test_samples import LATENT, VIDEO, _save
+from devicebridge.tests.clips import save_clip, save_image
+from devicebridge.tests.unit.data.test_samples import LATENT, VIDEO
 
 
 def _scan(folder, condition, latent=LATENT, **options):
@@ -23,9 +23,9 @@ def folders(tmp_path):
     for name in ("after", "before"):
         (tmp_path / name).mkdir()
     for seed, name in enumerate(("after/cat.png", "after/dog.png", "before/cat.webp"), start=1):
-        _save(tmp_path / name, seed=seed)
+        save_image(tmp_path / name, seed=seed)
     for seed, name in enumerate(("dog.jpg", "dog_1.png", "dog_2.png", "dog_4.png"), start=5):
-        _save(tmp_path / "before" / name, height=32, width=48, seed=seed)
+        save_image(tmp_path / "before" / name, height=32, width=48, seed=seed)
     return tmp_path / "after", tmp_path / "before"
 
 
@@ -45,7 +45,7 @@ def test_several_folders_follow_each_other(folders, tmp_path):
     after, before = folders
     (tmp_path / "style").mkdir()
     for name in ("cat", "dog"):
-        _save(tmp_path / "style" / f"{name}_1.png", seed=9)
+        save_image(tmp_path / "style" / f"{name}_1.png", seed=9)
     cat, dog = _scan(after, "reference", references=(str(tmp_path / "style"), str(before)))
     assert _names(cat) == ["cat_1.png", "cat.webp"] and _names(dog) == [
         "dog_1.png", "dog.jpg", "dog_1.png", "dog_2.png",
@@ -54,14 +54,14 @@ def test_several_folders_follow_each_other(folders, tmp_path):
 
 def test_an_images_own_name_is_nobodys_second_reference(folders):
     after, before = folders
-    _save(after / "dog_1.png", seed=20)
+    save_image(after / "dog_1.png", seed=20)
     _, dog, second = _scan(after, "reference", references=(str(before),))
     assert _names(dog) == ["dog.jpg"] and _names(second) == ["dog_1.png"]
 
 
 def test_a_missing_reference_is_named_with_all_others(folders):
     after, before = folders
-    _save(after / "bird.png", seed=30)
+    save_image(after / "bird.png", seed=30)
     (before / "cat.webp").unlink()
     with pytest.raises(ValueError, match=r"2 of 3 images") as caught:
         _scan(after, "reference", references=(str(before),))
@@ -71,13 +71,13 @@ def test_a_missing_reference_is_named_with_all_others(folders):
 
 def test_two_files_of_a_name_a_broken_one_and_too_many_are_refused(folders):
     after, before = folders
-    _save(before / "cat.png", seed=31)
+    save_image(before / "cat.png", seed=31)
     (before / "dog_1.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"has more than one image of its name, cat \(cat.png, cat.webp\)") as caught:
         _scan(after, "reference", references=(str(before),))
     assert "dog_1.png: cannot be read as an image" in str(caught.value)
     (before / "cat.png").unlink()
-    _save(before / "dog_1.png", seed=32)
+    save_image(before / "dog_1.png", seed=32)
     with pytest.raises(ValueError, match="dog.png: has 3 references, and data.condition takes 1"):
         _scan(after, "qwen-image-edit", references=(str(before),))
 
@@ -153,7 +153,7 @@ def test_a_first_frame_is_the_clips_own_and_images_have_none(tmp_path):
     _clips(tmp_path / "clips", frames=9)
     (sample,) = _scan(tmp_path / "clips", "first-frame", VIDEO, frames=(5,))
     assert sample.condition.clip == sample.image_request()
-    _save(tmp_path / "clips" / "still.png")
+    save_image(tmp_path / "clips" / "still.png")
     with pytest.raises(ValueError, match="still.png: is one frame"):
         _scan(tmp_path / "clips", "first-frame", VIDEO, frames=(5,))
 
@@ -161,15 +161,15 @@ def test_a_first_frame_is_the_clips_own_and_images_have_none(tmp_path):
 def test_references_decide_the_dataset_and_the_batches(folders):
     after, before = folders
     for name, size in (("eel", (64, 64)), ("fox", (32, 48))):
-        _save(after / f"{name}.png", seed=40)
-        _save(before / f"{name}.png", *size, seed=41)
+        save_image(after / f"{name}.png", seed=40)
+        save_image(before / f"{name}.png", *size, seed=41)
     samples = _scan(after, "reference", references=(str(before),))
     plain = _scan(after, "")
     sizes = [{tuple(samples[index].condition.sizes) for index in batch.indices} for batch in _batches(samples)]
     assert all(len(each) == 1 for each in sizes) and len(sizes) == 3 > len(_batches(plain))
     first = dataset_fingerprint(samples)
     assert first != dataset_fingerprint(plain)
-    _save(before / "fox.png", 32, 48, seed=42)
+    save_image(before / "fox.png", 32, 48, seed=42)
     assert dataset_fingerprint(samples) != first
 
 

@@ -21,17 +21,11 @@ from devicebridge.data.samples import (
     plan_crop,
 )
 from devicebridge.families.spec import LatentSpec
-from devicebridge.tests.clips import plain_frames, save_clip, save_video
+from devicebridge.tests.clips import plain_frames, save_clip, save_image, save_video
 from PIL import Image
 
 LATENT = LatentSpec(channels=4, spatial_stride=8, size_multiple=16)
 VIDEO = dataclasses.replace(LATENT, frame_stride=4, fps=16, frame_lengths=(1, 5, 9))
-
-
-def _save(path, height=64, width=64, seed=0, **options):
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(values).save(path, **options)
-    return values
 
 
 def _config(*folders, **options):
@@ -48,14 +42,14 @@ def _names(samples):
 
 def test_a_folder_becomes_samples_in_order_of_name(tmp_path, caplog):
     for name in ("b.png", "a.JPG", "d.webp", "c.jpeg", "e.bmp"):
-        _save(tmp_path / name)
+        save_image(tmp_path / name)
         (tmp_path / name).with_suffix(".txt").write_text(f"a picture of {name}\n", encoding="utf-8")
     Image.new("L", (64, 64), 255).save(tmp_path / "b_mask.png")
     (tmp_path / "notes.md").write_text("not an image")
     (tmp_path / "._b.png").write_bytes(b"what macOS leaves behind")
     (tmp_path / "inside").mkdir()
-    _save(tmp_path / "inside" / "z.png")
-    _save(tmp_path / "gas_mask.png")
+    save_image(tmp_path / "inside" / "z.png")
+    save_image(tmp_path / "gas_mask.png")
     samples = _scan(tmp_path)
     assert _names(samples) == ["a.JPG", "b.png", "c.jpeg", "d.webp", "e.bmp"] and "gas_mask.png" in caplog.text
     assert samples[0].caption == "a picture of a.JPG"
@@ -111,14 +105,14 @@ def test_masks_that_say_something_by_transparency_alone_are_counted(colour, alph
     ],
 )  # fmt: skip
 def test_captions_are_utf8_with_or_without_a_byte_order_mark(tmp_path, data, caption):
-    _save(tmp_path / "a.png")
+    save_image(tmp_path / "a.png")
     (tmp_path / "a.txt").write_bytes(data)
     assert _scan(tmp_path)[0].caption == caption
 
 
 def test_missing_captions_are_one_warning_with_number_and_names(tmp_path, caplog):
     for index in range(8):
-        _save(tmp_path / f"{index}.png")
+        save_image(tmp_path / f"{index}.png")
     (tmp_path / "0.txt").write_text("there")
     samples = _scan(tmp_path)
     assert [sample.caption for sample in samples] == ["there"] + [""] * 7
@@ -127,17 +121,17 @@ def test_missing_captions_are_one_warning_with_number_and_names(tmp_path, caplog
 
 
 def test_all_bad_files_are_named_at_once(tmp_path):
-    _save(tmp_path / "good.png")
+    save_image(tmp_path / "good.png")
     (tmp_path / "good.txt").write_bytes("Ünlesbar".encode("latin-1"))
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "text.jpg").write_text("I am no picture")
-    _save(tmp_path / "fine.png")
+    save_image(tmp_path / "fine.png")
     (tmp_path / "fine_mask.png").write_bytes(b"no mask")
-    _save(tmp_path / "shape.png", 64, 64)
+    save_image(tmp_path / "shape.png", 64, 64)
     Image.new("L", (64, 32), 255).save(tmp_path / "shape_mask.png")
-    _save(tmp_path / "dark.png")
+    save_image(tmp_path / "dark.png")
     Image.new("L", (64, 64), 0).save(tmp_path / "dark_mask.png")
-    _save(tmp_path / "whole.png")
+    save_image(tmp_path / "whole.png")
     with pytest.raises(ValueError, match="6 of 7 images") as raised:
         _scan(tmp_path)
     for name in ("good.txt", "empty.png", "text.jpg", "fine_mask.png", "shape_mask.png", "dark_mask.png"):
@@ -149,7 +143,7 @@ def test_all_bad_files_are_named_at_once(tmp_path):
 @pytest.mark.parametrize("kept", [0.05, 0.5, 0.97])
 def test_a_truncated_image_is_found_before_training(tmp_path, suffix, kept):
     path = tmp_path / f"a.{suffix}"
-    _save(path, 80, 120)
+    save_image(path, 80, 120)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * kept)])
     with pytest.raises(ValueError, match=rf"a\.{suffix}: cannot be read as an image"):
@@ -162,7 +156,7 @@ def test_an_empty_folder_says_what_was_looked_for(tmp_path, content):
         Image.new("L", (64, 64), 255).save(tmp_path / "a_mask.png")
     if content == "only_deeper":
         (tmp_path / "inside" / "it").mkdir(parents=True)
-        _save(tmp_path / "inside" / "it" / "a.png")
+        save_image(tmp_path / "inside" / "it" / "a.png")
     with pytest.raises(ValueError, match=r"no images.*\.png.*\.jpg.*\.webp.*\.bmp.*not in its sub-folders"):
         _scan(tmp_path)
 
@@ -170,15 +164,15 @@ def test_an_empty_folder_says_what_was_looked_for(tmp_path, content):
 def test_a_missing_folder_and_a_jpeg_mask_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"absent does not exist"):
         _scan(tmp_path / "absent")
-    _save(tmp_path / "a.png")
-    _save(tmp_path / "a_mask.jpg")
+    save_image(tmp_path / "a.png")
+    save_image(tmp_path / "a_mask.jpg")
     with pytest.raises(ValueError, match=r"a_mask\.jpg .* PNG"):
         _scan(tmp_path)
 
 
 def test_small_images_are_upscaled_with_one_warning(tmp_path, caplog):
     for name, size in (("a", 30), ("b", 64), ("c", 63)):
-        _save(tmp_path / f"{name}.png", size, size)
+        save_image(tmp_path / f"{name}.png", size, size)
         (tmp_path / f"{name}.txt").write_text("x")
     assert all(sample.bucket == (64, 64) for sample in _scan(tmp_path))
     (record,) = caplog.records
@@ -227,7 +221,7 @@ def test_buckets_of_512_by_hand():
 
 
 def test_sides_are_multiples_of_what_the_model_and_the_user_ask(tmp_path):
-    _save(tmp_path / "a.png", 260, 200)
+    save_image(tmp_path / "a.png", 260, 200)
     assert all(side % 48 == 0 for side in _scan(tmp_path, resolutions=(192,), bucket_step=24)[0].bucket)
     assert all(side % 64 == 0 for side in _scan(tmp_path, resolutions=(192,), bucket_step=64)[0].bucket)
     with pytest.raises(ValueError, match="resolution 48 is below 64"):
@@ -255,7 +249,7 @@ def _scan_clips(*folders, **options):
 def _mixed(folder):
     """An image, a video, an animation and a folder of images with a dot in its name, each with its caption."""
     folder.mkdir()
-    _save(folder / "a.png")
+    save_image(folder / "a.png")
     for name, count in (("b.mp4", 9), ("c.webp", 6), ("d", 5)):
         save_clip(folder / name, count, size=(64, 64))
     (folder / "d").rename(folder / "d.e")
@@ -360,7 +354,7 @@ def test_a_mask_is_the_mean_over_what_each_cell_covers(tmp_path):
 
 def test_a_mask_of_which_the_crop_leaves_nothing_white_is_refused(tmp_path):
     """White at one end of a long image, of which the middle is trained."""
-    _save(tmp_path / "a.png", height=64, width=256)
+    save_image(tmp_path / "a.png", height=64, width=256)
     mask = np.zeros((64, 256), dtype=np.uint8)
     mask[:, :16] = 255
     Image.fromarray(mask).save(tmp_path / "a_mask.png")
@@ -459,7 +453,7 @@ def test_a_position_of_another_dataset_is_refused():
 def _fill(folder):
     folder.mkdir()
     for index in range(3):
-        _save(folder / f"{index}.png", seed=index)
+        save_image(folder / f"{index}.png", seed=index)
         (folder / f"{index}.txt").write_text(f"caption {index}")
     Image.new("L", (64, 64), 200).save(folder / "1_mask.png")
     return folder
@@ -476,7 +470,7 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path):
         return dataset_fingerprint(_scan(copy))
 
     found = [
-        changed(lambda f: _save(f / "0.png", seed=9)), changed(lambda f: (f / "0.txt").write_text("another")),
+        changed(lambda f: save_image(f / "0.png", seed=9)), changed(lambda f: (f / "0.txt").write_text("another")),
         changed(lambda f: Image.new("L", (64, 64), 100).save(f / "1_mask.png")),
         changed(lambda f: (f / "1_mask.png").unlink()), changed(lambda f: (f / "1_mask.png").rename(f / "2_mask.png")),
         changed(lambda f: (f / "2.png").unlink()), dataset_fingerprint(_scan(folder, resolutions=(128,))),
@@ -501,7 +495,7 @@ def test_the_fingerprint_follows_the_frames_that_are_used(tmp_path):
 
 
 def _captions(root, text, folder=None, **options):
-    _save(root / "a.png")
+    save_image(root / "a.png")
     if text is not None:
         (root / "a.txt").write_text(text)
     folder = FolderConfig(str(root), **(folder or {}))
@@ -553,8 +547,8 @@ def test_a_folder_has_its_own_sizes_repeats_and_weight(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
-        _save(folder / "a.png", 200, 200)
-    _save(one / "b.png", 200, 200)
+        save_image(folder / "a.png", 200, 200)
+    save_image(one / "b.png", 200, 200)
     own = FolderConfig(str(two), resolutions=(128, 96), loss_weight=0.5, repeats=3)
     config = DataConfig((FolderConfig(str(one)), own), resolutions=(64, 80))
     found = [(each.bucket[0], each.loss_weight) for each in scan_folders(config, LATENT)]
