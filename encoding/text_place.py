@@ -142,11 +142,11 @@ def plan_text_place(
     limit = max(usable, room) if is_auto else room  # whatever the window, which limits what is streamed
     if size.resident_bytes <= limit:
         return TextPlace(card, f"all of it takes {_gb(size.resident_bytes)}, and there is room for {_gb(limit)}")
+    whole = f"it takes {_gb(size.resident_bytes)}, and {card} has room for {_gb(limit)}"
     if is_auto and scheme != "none":
-        whole = _gb(size.resident_bytes)
-        return TextPlace(CPU, f"it takes {whole}, {card} has {_gb(limit)}, and 8-bit weights are not streamed")
+        return TextPlace(CPU, f"{whole}; 8-bit weights are not streamed")
     if is_auto and streamed > room:
-        return TextPlace(CPU, f"even streamed it takes {_gb(streamed)}, and {card} has {_gb(room)} for it")
+        return TextPlace(CPU, f"{whole}; even streamed it takes {_gb(streamed)}")
     refuse_streamed_scheme(scheme)
     if streamed > room:
         raise ValueError(
@@ -154,8 +154,7 @@ def plan_text_place(
             f"caption), and there is room for {_gb(room)} (what is free less a margin, or cache.text_window_gb if that "
             'is less); use another card, a larger window, or "cpu"'
         )
-    reason = f"all of it would take {_gb(size.resident_bytes)}, and there is room for {_gb(room)}"
-    return TextPlace(card, reason, min(_MOST_CAPTIONS, 1 + (room - streamed) // max(1, size.caption)))
+    return TextPlace(card, whole, min(_MOST_CAPTIONS, 1 + (room - streamed) // max(1, size.caption)))
 
 
 def _emptiest_card(wanted: TextDevice) -> torch.device:

@@ -60,16 +60,10 @@ def dataset_routes(names: Callable[[], list[str]], find: Find) -> Routes:
 
 def _described(each: Captioned) -> dict[str, Any]:
     """Plain values; sizes are width and height, as pages have them."""
-    return {
-        "file": each.path.name,
-        "caption": each.caption,
-        "size": each.size and each.size[::-1],
-        "buckets": [bucket[::-1] for bucket in each.buckets],
-        "trained_as": each.trained_as,
-        "is_clip": each.is_clip,
-        "problem": each.problem,
-        "changed": each.path.stat().st_mtime_ns // 1_000_000,
-    }
+    known = {name: value for name, value in vars(each).items() if name != "path"}
+    sides = {"size": each.size and each.size[::-1], "buckets": [bucket[::-1] for bucket in each.buckets]}
+    file = {"file": each.path.name, "changed": each.path.stat().st_mtime_ns // 1_000_000}
+    return known | sides | file
 
 
 def _picture(find: Find, values: dict[str, Any]) -> Answer:
