@@ -51,7 +51,15 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
     path: the file, or a folder with folders such as 10_name. model: takes the place of the file's.
     Raises: ValueError naming file, key and line of what cannot be read, or what no job takes."""
     values, text = ({"train_data_dir": str(path.resolve())}, "") if path.is_dir() else read_values(path)
-    made = Made(path, text, _recognise(values, path))
+    first = values[0] if isinstance(values, list) and values and isinstance(values[0], dict) else {}
+    names = {*first, *(name for name, _ in _arguments(values))}
+    trainer = next((trainer for trainer, marks in _MARKS.items() if names.intersection(marks.split())), "")
+    if not trainer:
+        raise ValueError(
+            f"{path} is no file of ai-toolkit, diffusion-pipe, kohya's scripts, musubi-tuner, OneTrainer or "
+            "SimpleTuner; give one of these, or a folder with folders such as 10_name"
+        )
+    made = Made(path, text, trainer)
     try:
         _READERS[made.trainer](made, values)
         made.own["is_job"] = bool(made.values.keys() & {"model", "lora", "optimizer"})
@@ -62,18 +70,6 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
         raise ValueError(f"{path} is not built as {made.trainer} writes it: {error!r:.200}") from error
     except ValueError as error:
         raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from error
-
-
-def _recognise(values: Any, path: Path) -> str:
-    """Raises: ValueError naming the file, if it is none of the six."""
-    first = values[0] if isinstance(values, list) and values and isinstance(values[0], dict) else {}
-    names = {*first, *(name for name, _ in _arguments(values))}
-    if found := next((trainer for trainer, marks in _MARKS.items() if names.intersection(marks.split())), ""):
-        return found
-    raise ValueError(
-        f"{path} is no file of ai-toolkit, diffusion-pipe, kohya's scripts, musubi-tuner, OneTrainer or SimpleTuner; "
-        "give one of these, or a folder with folders such as 10_name"
-    )
 
 
 def _arguments(values: Any) -> Iterator[tuple[str, Any]]:
@@ -335,8 +331,8 @@ def _check(made: Made) -> None:
     except ValueError as error:
         first, *lines = str(error).splitlines()
         named = [(line, re.sub(r"\.\d+", "", line.strip().split(":")[0])) for line in lines]
-        told = [f"{line} ({made.origins[key]})" if key in made.origins else line for line, key in named]
-        raise ValueError("\n".join([f"{made.path}: {first}", *told])) from error
+        said = [f"{line} ({made.origins[key]})" if key in made.origins else line for line, key in named]
+        raise ValueError("\n".join([f"{made.path}: {first}", *said])) from error
 
 
 def _is_file(name: Any) -> bool:

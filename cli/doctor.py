@@ -133,17 +133,15 @@ def _measure(accelerators: list[Any]) -> list[str]:
 
 
 def _describe_device(device: Any) -> dict[str, Any]:
-    from ..parallel.devices import device_module, free_bytes, total_bytes
+    from ..parallel.devices import device_module, device_title, free_bytes, total_bytes
 
-    module = device_module(device)
-    properties = getattr(module, "get_device_properties", None)
-    capability = getattr(module, "get_device_capability", None) if device.type == "cuda" else None
-    free, total = free_bytes(device), total_bytes(device)
+    capability = getattr(device_module(device), "get_device_capability", None) if device.type == "cuda" else None
+    free, total = (size and round(size / 1e9, 2) for size in (free_bytes(device), total_bytes(device)))
     return {
         "name": str(device),
-        "title": properties(device).name if properties else platform.processor() or platform.machine(),
-        "free_gb": None if free is None else round(free / 1e9, 2),
-        "total_gb": None if total is None else round(total / 1e9, 2),
+        "title": device_title(device) or platform.processor() or platform.machine(),
+        "free_gb": free,
+        "total_gb": total,
         "capability": ".".join(map(str, capability(device))) if capability else None,
     }
 
@@ -163,10 +161,10 @@ def _ask_comfyui(python: Path | None) -> dict[str, Any]:
         pack = server.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
         # What it has changed of what the pack relies on, asked in its own Python; takes seconds.
-        told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
-        facts["contract"] = json.loads((told or "null").splitlines()[-1])  # a sitecustomize may print, too
+        answer = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
+        facts["contract"] = json.loads((answer or "null").splitlines()[-1])  # a sitecustomize may print, too
         fault = f"{found.python} does not start it"
-        facts["python_fault"] = facts["contract"]["import_fault"] if told else fault
+        facts["python_fault"] = facts["contract"]["import_fault"] if answer else fault
     return facts
 
 
@@ -174,22 +172,19 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
     if facts["comfyui"] is None:
         return []
     place = facts["comfyui_pack"] or "no; its window does not show the nodes (devicebridge run adds them itself)"
-    lines, told = [f"  DeviceBridge in its custom_nodes: {place}"], facts["contract"]
+    lines, contract = [f"  DeviceBridge in its custom_nodes: {place}"], facts["contract"]
     if facts["python_fault"]:
         lines.append(f"  what the pack relies on in it: not asked; {facts['python_fault']}")
-    elif not told["faults"]:
+    elif not contract["faults"]:
         lines.append(f"  what the pack relies on in it: all {len(compat.NEEDS)} parts are there")
     else:
-        lines += ["  what the pack relies on in it has changed:", *(f"    {each}" for each in told["faults"])]
-        lines.append(f"    so these do not work: {', '.join(told['refused'])}")
+        lines += ["  what the pack relies on in it has changed:", *(f"    {each}" for each in contract["faults"])]
+        lines.append(f"    so these do not work: {', '.join(contract['refused'])}")
     if facts["system"].startswith("Windows") and len(_accelerators(facts)) > 1:
         from ..parallel.devices import ONE_GPU_ON_WINDOWS
 
         lines.append(f"  its GPUs: {ONE_GPU_ON_WINDOWS}")
     return lines
-
-
-# ---- what works
 
 
 _TRAINING = ("torch", "diffusers", "peft", "safetensors", "pydantic", "tomlkit")

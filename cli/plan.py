@@ -7,7 +7,7 @@ import json
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..checkpoints.checkpoint import CheckpointInfo, make_published_info
 from ..config.job import DataConfig, JobConfig, ModelScheme, job_to_dict, load_job, make_job
@@ -53,8 +53,8 @@ def plan(options: argparse.Namespace) -> int:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
         say(json.dumps(values.get("", values), indent=2))
     else:
-        told = {title: describe_plan(plan, job.train.steps) for title, plan in plans.items()}
-        say("\n\n".join(f"{title}\n{text}".strip() for title, text in told.items()))
+        texts = ((title, describe_plan(plan, job.train.steps)) for title, plan in plans.items())
+        say("\n\n".join(f"{title}\n{text}".strip() for title, text in texts))
     return 0
 
 
@@ -95,14 +95,10 @@ def make_request(
     elif info is not None and info.variant is not None:
         # As the nodes and the template of this model train; required paths name nothing.
         side = VIDEO_RESOLUTION if info.family.latent_of(info.variant).is_video else IMAGE_RESOLUTION
-        job = make_job(
-            {
-                "model": {"path": model, "quantize": "auto"},
-                "data": {"folders": [{"path": "squares"}], "resolutions": [side]},
-                "train": {"steps": _STEPS, "gradient_accumulation_steps": _ACCUMULATION},
-                "output": {"folder": "nowhere"},
-            }
-        )
+        template: dict[str, Any] = {"model": {"path": model, "quantize": "auto"}, "output": {"folder": "nowhere"}}
+        template["data"] = {"folders": [{"path": "squares"}], "resolutions": [side]}
+        template["train"] = {"steps": _STEPS, "gradient_accumulation_steps": _ACCUMULATION}
+        job = make_job(template)
     else:
         raise ValueError("there is nothing to plan for; give a job file, or the name of a model: --model flux2-dev")
     if model and job.model.second_expert:

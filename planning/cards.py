@@ -227,9 +227,6 @@ def able_schemes(cards: Sequence[Card], types: Mapping[str, int] | None = None) 
     return auto_schemes(types or {}, [each for each in SCHEMES if all(each not in card.refuses for card in cards)])
 
 
-# ---- measured
-
-
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
 class MachineSpeed:
     """Each card in a large product in half precision, and what two send each other at once over the slowest link, each;

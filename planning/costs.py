@@ -170,9 +170,6 @@ def latent_shape_of(
     return channels, latent.num_latent_frames(frames), height, width
 
 
-# ---- the dry run
-
-
 def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> StepCost:
     """Count what a step of this work holds. The model is on meta; it is cut down and cannot be used afterwards.
     Raises: ValueError for LoRA targets that match nothing; NoForecast for a class of ComfyUI's that does not run so."""

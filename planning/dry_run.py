@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -158,20 +158,11 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
         else:
             setattr(model, block_list.name, nn.ModuleList(kept.values()))
             renamed |= {f"{block_list.name}.{order}": name for order, name in enumerate(kept)}
-    _make_trainable(model, family, work, renamed, targets)
-    return ShortModel(model, names, kind_of, calls)
-
-
-def _make_trainable(
-    model: nn.Module, family: ModelFamily, work: Work, renamed: Mapping[str, str], targets: Collection[str]
-) -> None:
-    """Quantize, and attach a LoRA. renamed: blocks' names in the whole model, as of targets, which LoRA adapts."""
 
     def whole_name(fqn: str) -> str:
         block = ".".join(fqn.split(".")[:2])
         return renamed[block] + fqn.removeprefix(block) if block in renamed else fqn
 
-    quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
     dtype_of = weight_types(model, work.dtype)
     for name, parameter in list(model.named_parameters()):
         put_tensor(model, name, torch.empty(parameter.shape, dtype=dtype_of(name), device=META))
@@ -182,9 +173,7 @@ def _make_trainable(
             model.set_submodule(fqn, quantizer.take(whole_name(fqn), module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if whole_name(fqn) in targets)
     apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
-
-
-# ---- the step
+    return ShortModel(model, names, kind_of, calls)
 
 
 def forward_on_meta(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work) -> tuple[float, int]:
@@ -255,8 +244,6 @@ def make_text(
         states[encoder.output] = torch.randn(shape, dtype=dtype, device=device)
     return states
 
-
-# ---- the meter
 
 CARD_ROUNDING = 512  # bytes; torch's allocator for CUDA gives out multiples of it
 

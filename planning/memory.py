@@ -195,8 +195,6 @@ class Forecaster:
             context=self.backend.context,
         )
 
-    # ---- host memory
-
     def _offloaded_sizes(self, plan: StagePlan) -> list[int]:
         """Bytes of each streaming block that rest in host memory."""
         chosen = spread_offloaded(plan.num_blocks, plan.num_uncheckpointed, plan.num_offloaded)
@@ -219,8 +217,6 @@ class Forecaster:
     def offloaded_inputs(self, plans: Sequence[StagePlan]) -> int:
         """Pinned host memory for the inputs of all micro-batches held."""
         return sum(self.held(plan.stage, plan.num_stages) * self.leaving(plan) for plan in plans)
-
-    # ---- moments
 
     @cached_property
     def _run_starts(self) -> list[int]:

@@ -133,9 +133,6 @@ def _compared(question: Question, found: Found, other: Found) -> str:
     return f"{about}{way.describe()}{', one card at a time' * (way.strategy == 'none')} takes {said}"
 
 
-# ---- as a table
-
-
 def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
     """The verdict, a line per card in decimal GB, and a line per setting that was looked at."""
     names = [(name, label) for name, label, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
@@ -257,9 +254,6 @@ def parts_of(device: DeviceForecast) -> dict[str, int]:
     return parts | {"other": device.workspace + device.overhead + device.context}
 
 
-# ---- as values
-
-
 def plan_values(plan: TrainingPlan) -> dict[str, Any]:
     """Plain values, sizes in bytes, for --json."""
     owners = plan.placement.devices
@@ -304,9 +298,6 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-# ---- forecast against measured
-
-
 def compare(devices: Sequence[DeviceForecast], measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
     """For the event "forecast"; measured is what memory_in_use returned after the run."""
     peaks = {name: each["peak"] for name, each in (measured or {}).items()}
@@ -336,9 +327,6 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
     height, width = plan.question.bucket
     said = f"step: forecast {_seconds(forecast)} at {width}x{height}, measured {_seconds(measured)}"
     return f"{said} ({_error(forecast, measured)})"
-
-
-# ---- as a picture
 
 
 def draw_plan(plan: TrainingPlan) -> Image.Image:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,10 +28,7 @@ from .memory import Backend, Forecaster, Optimizer, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
 
 # What auto chooses from, in this order; where nobody plans, it takes the first. The others are by name only.
-CANDIDATE_SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *SCHEMES)
-OPTIMIZERS = ("adamw", "adamw8bit")
 STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data", "tokens")
-OFFLOADS = (False, True)
 
 
 class Candidates(NamedTuple):
@@ -50,10 +47,10 @@ def candidates(job: JobConfig, without: Collection[Strategy] = ()) -> Candidates
     is_compiled = job.train.compile != "off"  # blocks that meet others are not
     known = (each for each in STRATEGIES if not (each in without or is_compiled and shares_rows(each)))
     return Candidates(
-        CANDIDATE_SCHEMES if scheme is None else (scheme,),
-        OPTIMIZERS if optimizer is None else (optimizer,),
+        ("none", *SCHEMES) if scheme is None else (scheme,),
+        ("adamw", "adamw8bit") if optimizer is None else (optimizer,),
         tuple(n for n in known if all(n in able for _, able in job.limits)) if strategy is None else (strategy,),
-        OFFLOADS if offload is None else (offload == "on",),
+        (False, True) if offload is None else (offload == "on",),
     )
 
 
@@ -209,8 +206,6 @@ class Question:
         plan_manual(names, [card.device for card in self.cards], split_at)  # refuses wrong cuts
         return 0, *split_at, len(names)
 
-    # ---- candidates
-
     def settings(self) -> list[Setting]:
         """Every candidate that these cards can do."""
         split, most_ahead = self.job.split, self.job.parallel.microbatches_ahead
@@ -267,8 +262,6 @@ class Question:
     def most(self) -> float:
         """Share of a card that may be needed; with memory_limit_gb the user says what fits."""
         return float("inf") if self.job.split.memory_limit_gb else 1.0
-
-    # ---- seconds and bytes
 
     def seconds(self, card: Card, scheme: str, *, is_whole: bool = False) -> list[float]:
         """Of each block's forward of a micro-batch, by operations; its backward takes as long, with frozen weights.

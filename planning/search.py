@@ -222,9 +222,6 @@ def _streaming(question: Question, setting: Setting, most: float) -> Found | Non
     return None
 
 
-# ---- the best cut for one setting
-
-
 def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
     """The best cut for a setting, the user's where there is one; None if none keeps to the terms.
     Raises: ValueError for settings per device that are not one per card, and for impossible cuts."""

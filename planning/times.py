@@ -97,9 +97,6 @@ def keys_of(blocks: Iterable[str], tokens: TokenPlan | None) -> dict[str, str]:
     return {name: lists[of].keys if (of := name.rpartition(".")[0]) in lists else "" for name in blocks}
 
 
-# ---- sampling: blocks, tensor or tokens
-
-
 @dataclass(frozen=True)
 class ForwardWork:
     """One forward of all blocks; num_blocks is 0 for not known. whole_flops: of layers that every card computes whole
@@ -228,17 +225,13 @@ class Ways:
         times = [share * whole for share, whole in zip(self.block_shares, self._card_s(self.work.flops), strict=True)]
         copies = self.crossings * self.work.stream_bytes / self._link
         following = max(times) if self.can_overlap else sum(times) + copies  # with overlap the others' are hidden
-        blocks = sum(times) + copies + (num_forwards - 1) * following
-        return StepSeconds(blocks, self._tensor_s(num_forwards), self._tokens_s(num_forwards))
-
-    def _tensor_s(self, num_forwards: int) -> float:
-        work, count = self.work, len(self.block_shares)
-        if not self.tensor_shares:
-            return math.inf
-        divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
-        slowest = max(s * d + rest for s, d, rest in zip(self.tensor_shares, divided, whole, strict=True))
-        sums = num_forwards * work.sent_bytes * (count - 1) / self._link  # over a card's one slot
-        return num_forwards * slowest + sums
+        blocks, tensor, work = sum(times) + copies + (num_forwards - 1) * following, math.inf, self.work
+        if self.tensor_shares:
+            divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
+            slowest = max(s * d + rest for s, d, rest in zip(self.tensor_shares, divided, whole, strict=True))
+            sums = num_forwards * work.sent_bytes * (len(times) - 1) / self._link  # over a card's one slot
+            tensor = num_forwards * slowest + sums
+        return StepSeconds(blocks, tensor, self._tokens_s(num_forwards))
 
     def _tokens_s(self, num_forwards: int) -> float:
         """Whole forwards are dealt out, one to each card, where nothing travels; the cards share each of the rest."""
@@ -308,19 +301,6 @@ class SampledModel:
             return all(each.plan and shares_of(each.block, each.plan, (1.0,) * num_cards) for each in self.blocks)
         except ValueError:  # fewer heads than cards
             return False
-
-
-def parse_size(text: str, model: SampledModel) -> tuple[int, int, int]:
-    """Width, height and frames of "1024x1024" or "832x480x33". Raises: ValueError that says what is wrong with it."""
-    match, latent = _SIZE.fullmatch(text.strip().lower()), model.family.latent_of(model.variant)
-    if match is None:
-        raise ValueError(f"--sample {text!r} is no size; give width x height, such as 1024x1024, or 832x480x33 frames")
-    width, height, frames = int(match[1]), int(match[2]), int(match[3] or 1)
-    if min(width, height) < latent.size_multiple or frames < 1:
-        raise ValueError(f"--sample {text}: {model.name} makes pictures of {latent.size_multiple} pixels and more")
-    if frames > 1 and not latent.is_video:
-        raise ValueError(f"--sample {text}: {model.name} makes pictures, no clips; leave out the x{frames}")
-    return width, height, frames
 
 
 @dataclass(frozen=True)
@@ -454,7 +434,16 @@ def _name_of(card: Card) -> str:
 
 
 def forecast_sampling(model: SampledModel, size: str, cards: Sequence[Card]) -> SamplingForecast:
-    """For cards that are here, or need not be. Raises: ValueError for no size, or a card whose speed nobody knows."""
+    """For cards that are here, or need not be; size as "1024x1024", or "832x480x33" with frames.
+    Raises: ValueError that says what is wrong with it, or for a card whose speed nobody knows."""
+    match, latent = _SIZE.fullmatch(size.strip().lower()), model.family.latent_of(model.variant)
+    if match is None:
+        raise ValueError(f"--sample {size!r} is no size; give width x height, such as 1024x1024, or 832x480x33 frames")
+    width, height, frames = int(match[1]), int(match[2]), int(match[3] or 1)
+    if min(width, height) < latent.size_multiple or frames < 1:
+        raise ValueError(f"--sample {size}: {model.name} makes pictures of {latent.size_multiple} pixels and more")
+    if frames > 1 and not latent.is_video:
+        raise ValueError(f"--sample {size}: {model.name} makes pictures, no clips; leave out the x{frames}")
     is_measured, kinds = all(card.has_context for card in cards), [card.kind for card in cards if card.kind]
     if is_measured:
         machine = machine_speed([card.device for card in cards])
@@ -467,4 +456,4 @@ def forecast_sampling(model: SampledModel, size: str, cards: Sequence[Card]) -> 
         product = SHARE_OF_PEAK / SHARE_OF_PRODUCT * 1e12  # of peaks, in a large matrix product
         link = min(kind.link_bytes_per_s for kind in kinds) if len(kinds) > 1 else None
         machine = MachineSpeed(tuple(kind.tera_per_s * product for kind in kinds), link, time.strftime("%Y-%m-%d"))
-    return SamplingForecast(model, parse_size(size, model), tuple(cards), machine, is_measured)
+    return SamplingForecast(model, (width, height, frames), tuple(cards), machine, is_measured)

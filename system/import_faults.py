@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
 from types import TracebackType
+
+from .versions import installed_version
 
 # Packages with compiled parts that fit one build of torch.
 _FIT_TORCH = ("torchvision", "torchaudio", "torchao", "xformers", "flash_attn", "bitsandbytes", "triton")
@@ -73,10 +74,7 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:
 
 
 def _version(package: str) -> str:
-    try:
-        return f" {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return f" {found}" if (found := installed_version(package)) else ""
 
 
 def try_import(module: str, attribute: str) -> str:

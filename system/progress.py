@@ -75,9 +75,6 @@ class NowAndThen:
         return True
 
 
-# ---- how fast counted work goes, and how long the rest will take
-
-
 class Pace:
     """Measures from `restart` on, so that loading a model is not taken for slow work.
     The first count, and one that grows by more than one, stand for work found done, and restart the measurement too."""

@@ -104,9 +104,6 @@ def quiet_imports() -> None:
         logging.getLogger(name).addFilter(is_no_import)
 
 
-# ---- tables
-
-
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A table: cells of one length in a column, two spaces between them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -3,10 +3,11 @@
 import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from devicebridge.headless import server
 
 # What the tests import from a checkout needs these; a full install has more.
 _NEEDED = ("torch", "safetensors", "transformers", "einops", "comfy_kitchen", "aiohttp", "av")
@@ -14,11 +15,12 @@ _NEEDED = ("torch", "safetensors", "transformers", "einops", "comfy_kitchen", "a
 
 @functools.lru_cache(maxsize=1)
 def find_comfyui() -> Path | None:
-    """COMFYUI_PATH, else what comfy-cli calls the workspace, else ~/comfy/ComfyUI; None if none is a checkout."""
+    """As `devicebridge run` finds it; None if there is none, or COMFYUI_PATH names something else."""
     named = os.environ.get("COMFYUI_PATH")
-    if named:
-        return _checkout(Path(named))
-    return _checkout(_from_comfy_cli()) or _checkout(Path.home() / "comfy" / "ComfyUI")
+    try:
+        return server.find_comfyui(Path(named) if named else None).folder
+    except RuntimeError:
+        return None
 
 
 def allow_folders(user: Path, *folders: Path) -> None:
@@ -40,30 +42,6 @@ def can_import(python: Path, module: str) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def comfy_python(checkout: Path) -> Path | None:
-    """The Python that runs this checkout: its own environment's, else ours if it has what ComfyUI needs."""
-    for name in (".venv", "venv"):
-        for python in (checkout / name / "bin" / "python", checkout / name / "Scripts" / "python.exe"):
-            if python.is_file():
-                return python
-    found = subprocess.run(
-        [sys.executable, "-c", f"import {', '.join(_NEEDED)}"], capture_output=True, timeout=120, check=False
-    )
-    return Path(sys.executable) if found.returncode == 0 else None
-
-
-def _checkout(path: Path | None) -> Path | None:
-    return path if path is not None and (path / "comfy" / "lora.py").is_file() else None
-
-
-def _from_comfy_cli() -> Path | None:
-    program = shutil.which("comfy")
-    if program is None:
-        return None
-    found = subprocess.run(
-        [program, "--json", "which"], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False
-    )
-    for line in found.stdout.splitlines():
-        if line.startswith("{"):
-            path = json.loads(line).get("data", {}).get("workspace_path")
-            return Path(path) if path else None
-    return None
+    """The Python that runs this checkout; None for ours if it lacks what ComfyUI needs."""
+    python = server.find_python(checkout)
+    return python if python != Path(sys.executable) or can_import(python, ", ".join(_NEEDED)) else None

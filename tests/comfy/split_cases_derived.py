@@ -208,6 +208,11 @@ def _compare_gradients(case: Case) -> None:
         case.check(f"{name}: gradients", apart < 1e-6, apart)
         apart = worst(found, expected)[0]
         case.check(f"{name}: gradients of a LoRA", apart < NEAR, apart)
+        lora = [key for key in expected if not key.startswith("input ")]
+        whole, one = (torch.cat([of[key].flatten() for key in lora]) for of in (found, expected))
+        case.check(
+            f"{name}: all of its gradient", (whole - one).norm() < 1e-6 * one.norm(), (whole - one).norm() / one.norm()
+        )
     _compare_sizes(case)
     with mock.patch.object(token_training, "map_tensors", lambda output, change: output):
         case.check("counted twice", "differ" in gradient_fault(cards, plan, given))

@@ -1,7 +1,6 @@
 """The page in the real ComfyUI and a real browser, in both of its renderers: a training watched, stopped, resumed."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from devicebridge.tests.comfy.browser import READY, keep_picture, open_page, ope
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset
+from devicebridge.tests.waiting import until
 from devicebridge.tests.workflows import read_workflow, set_values, training_values
 from safetensors.torch import save_file
 
@@ -121,7 +121,7 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         assert _fact(page, "Step") == f"{last} of {last}"
         page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, run, last))
         page.get_by_test_id("queue-button").click()
-        _wait_until_idle(server)
+        until(lambda: not any(server.get("/queue").values()), 60)
         assert _last_texts(server)[-1].startswith("Finished before: nothing was trained.")
         assert [each["run"] for each in server.get("/devicebridge/state")["runs"] if run in each["run"]] == [run]
         page.evaluate("() => window.app.graph.add(window.LiteGraph.createNode('LoraLoaderModelOnly'))")
@@ -142,16 +142,6 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
     _load_in_a_stock_graph(server, pipeline, used.name)
     steps = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in steps if event["kind"] == "step"] == list(range(1, last + 1))
-
-
-def _wait_until_idle(server: Server) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        queue = server.get("/queue")
-        if not queue["queue_running"] and not queue["queue_pending"]:
-            return
-        time.sleep(0.1)
-    raise AssertionError(server.get("/queue"))
 
 
 def _last_texts(server: Server) -> list[str]:

@@ -14,6 +14,7 @@ from devicebridge.runs.record import read_record
 from devicebridge.tests.comfy.server import Messages, Server, start_server
 from devicebridge.tests.hostile_requests import hostile_requests
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
+from devicebridge.tests.waiting import until
 from devicebridge.tests.workflows import read_workflow, set_values, training_values
 from PIL import Image
 
@@ -115,7 +116,7 @@ def test_a_training_in_the_background_survives_comfyui_and_its_own_kill_is_seen(
     left.parent.mkdir(parents=True)
     left.touch()
     with start_server(comfyui, base) as server:
-        assert server.log.read_text(encoding="utf-8").count("an earlier version's queue") == 1
+        assert server.log.read_text(encoding="utf-8").count(f"in {left.parent}, ") == 1
         server.succeed(graph)
         first = _wait_for(server, "running", 3)
         again = server.run(
@@ -128,7 +129,7 @@ def test_a_training_in_the_background_survives_comfyui_and_its_own_kill_is_seen(
         listening = _listener(server.port)
         os.kill(listening, signal.SIGKILL)
         step = _step(folder)
-    _wait_until(lambda: _step(folder) > step + 3)
+    until(lambda: _step(folder) > step + 3)
     record = read_record(folder)
     assert record is not None and record.process.pid == first["pid"] and record.state == "running"
     with start_server(comfyui, base) as server:
@@ -162,20 +163,11 @@ def _step(folder: Path) -> int:
     return max((event["step"] for event in map(json.loads, lines) if event["kind"] == "step"), default=0)
 
 
-def _wait_until(is_true: Any, timeout_s: float = 120.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def _wait_for(server: Server, state: str, step: int, timeout_s: float = 120.0) -> dict[str, Any]:
+def _wait_for(server: Server, state: str, step: int) -> dict[str, Any]:
     """The run's summary, once it is in this state and has done so many steps."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        found = server.get("/devicebridge/state")
-        for run in found["runs"]:
-            if run["run"] == "background" and run["state"] == state and run["step"] >= step:
-                return run
-        time.sleep(0.2)
-    raise AssertionError(f"not {state} after {timeout_s} s: {found}")
+
+    def found() -> Any:
+        runs = server.get("/devicebridge/state")["runs"]
+        return [each for each in runs if (each["run"], each["state"]) == ("background", state) and each["step"] >= step]
+
+    return until(found, said=lambda: server.get("/devicebridge/state"))[0]

@@ -1,7 +1,6 @@
 """Training on what ComfyUI's own CLIP and VAE make, in a real ComfyUI with tiny random ones."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from devicebridge.runs.record import KeptJobs
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.workers import case_tests
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
+from devicebridge.tests.waiting import until
 from devicebridge.tests.workflows import from_folder, node_of, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
@@ -146,11 +146,9 @@ def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(server, p
     graph = _graph("flux2", pipelines["flux2"], images, name=name, **settings)
     _keep_cores_results(graph, images / "1.png", prompt, tmp_path)
     server.succeed(graph)
-    folder, end = server.base / "output" / "devicebridge" / name, time.monotonic() + 120
-    while not (folder / f"{name}.safetensors").exists():  # written last
-        log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")
-        assert time.monotonic() < end, log.read_text(encoding="utf-8") if log.exists() else "nothing was drawn"
-        time.sleep(0.2)
+    folder = server.base / "output" / "devicebridge" / name
+    log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")
+    until((folder / f"{name}.safetensors").exists, said=lambda: log.read_text(encoding="utf-8"))  # written last
     assert (folder / "samples" / "000002_0.png").exists()
     source = _trained(server, name)[1]["devicebridge_text_source"]
     store = CacheStore(server.base / "output" / f"cache_{images.name}")
@@ -165,9 +163,7 @@ def test_cancel_keeps_the_captions_that_are_done(server: Server, pipelines: dict
         (images / f"{index}.txt").write_text(f"picture {index}", encoding="utf-8")
     graph = _up_to_the_cache(_graph("flux2", pipelines["flux2"], images))
     prompt = server.queue(graph)
-    end = time.monotonic() + 60
-    while len(_entries(server, images)) < 3 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: len(_entries(server, images)) >= 3)
     server.post("/interrupt", {"prompt_id": prompt})
     assert server.wait(prompt).status == "interrupted"
     kept = _entries(server, images)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from devicebridge.runs.record import KeptJobs, read_record
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
 from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.waiting import until
 from devicebridge.tests.workflows import from_folder, node_of, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
@@ -164,12 +164,10 @@ def test_a_job_file_trains_with_references(comfyui, server, trained, images, tmp
 def test_a_graph_trains_it_in_the_background(server: Server, images: Path) -> None:
     """Captions and latents are those of the run before; only the process with ComfyUI's code can build the model."""
     server.succeed(_graph(images, "native_behind", background=True))
-    folder, end = server.base / "output" / "devicebridge" / "native_behind", time.monotonic() + 120
-    while (record := read_record(folder)) is None or record.state == "running":
-        log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")
-        assert time.monotonic() < end, log.read_text(encoding="utf-8") if log.exists() else "not started"
-        time.sleep(0.2)
-    assert record.state == "finished"
+    folder = server.base / "output" / "devicebridge" / "native_behind"
+    log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")
+    states = lambda: [each.state for each in [read_record(folder)] if each and each.state != "running"]  # noqa: E731
+    assert until(states, said=lambda: log.read_text(encoding="utf-8")) == ["finished"]
     found = load_file(folder / "native_behind.safetensors")
     expected = load_file(server.base / "output" / "devicebridge" / "native_graph" / "native_graph.safetensors")
     assert all(torch.equal(found[name], expected[name]) for name in expected)

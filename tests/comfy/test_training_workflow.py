@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_si
 from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import allow_folders
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
+from devicebridge.tests.waiting import until
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values, training_values
 from safetensors.torch import load_file, save_file
 
@@ -84,12 +84,7 @@ def _read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _wait_for_step(folder: Path, step: int) -> None:
-    end = time.monotonic() + 180
-    while time.monotonic() < end:
-        if any(event["kind"] == "step" and event["step"] >= step for event in _read_events(folder)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached; {_read_events(folder)[-3:]}")
+    until(lambda: [each for each in _steps(folder) if each["step"] >= step], 180, lambda: _read_events(folder)[-3:])
 
 
 def test_the_lora_is_byte_for_byte_that_of_the_command_line(server, comfyui, graph, pipeline, dataset, tmp_path):

@@ -7,7 +7,6 @@ is told by a turn that began when everything was there.
 import http.client
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from devicebridge.config.job import job_to_dict, make_job, save_job
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs
 from devicebridge.tests.comfy.server import Messages, Server
+from devicebridge.tests.waiting import until
 
 pytestmark = pytest.mark.comfy
 
@@ -234,10 +234,8 @@ def test_an_old_run_is_listed_and_resumed_only_by_the_request_that_repeats_what_
     assert "job" in sender.resume("older", confirm=shown["confirm"])
     ((event, started),) = server.post("/watching", {"folders": []})["told"]
     assert event == "subprocess.Popen" and str(server.base / "user" / MEMORY / "jobs") in started
-    end = time.monotonic() + 120
-    while [job["state"] for job in server.get("/devicebridge/state")["jobs"]] != ["failed"]:  # there is no such model
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    # There is no such model.
+    until(lambda: [job["state"] for job in server.get("/devicebridge/state")["jobs"]] == ["failed"])
     (job,) = server.get("/devicebridge/state")["jobs"]
     assert server.post("/devicebridge/queue", {"job": job["id"], "what": "remove"}) == {"jobs": []}
     kept = KeptJobs(server.base / "user" / MEMORY / "jobs").find(sender.runs / "older")

@@ -17,6 +17,7 @@ from devicebridge.cli.main import main
 from devicebridge.headless import run as headless
 from devicebridge.headless import server
 from devicebridge.headless.run import parse_setting
+from devicebridge.tests.waiting import until
 from devicebridge.tests.workflows import read_workflow, set_values
 
 FAKE_SERVER = """
@@ -262,20 +263,13 @@ def started(tmp_path: Path, comfyui: Path, install: Any) -> Iterator[subprocess.
         process.kill()
 
 
-def _until(is_so: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while time.monotonic() < end and not is_so():
-        time.sleep(0.02)
-    return is_so()
-
-
 @pytest.mark.parametrize(
     "name", ["SIGINT", *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGHUP"))]
 )
 def test_a_signal_cancels_the_prompt_and_ends_what_was_started(tmp_path, comfyui, started, name):
     (comfyui / "saving").touch()
     started.send_signal(getattr(signal, name))
-    assert _until((comfyui / "interrupted").exists)
+    until((comfyui / "interrupted").exists, 10)
     if name != "SIGINT":  # a closing session sends several
         started.send_signal(getattr(signal, name))
         time.sleep(0.3)
@@ -292,7 +286,7 @@ def test_a_signal_cancels_the_prompt_and_ends_what_was_started(tmp_path, comfyui
 def test_a_second_ctrl_c_ends_a_run_at_once_with_one_line(comfyui: Path, started: subprocess.Popen[str]) -> None:
     (comfyui / "saving").touch()
     started.send_signal(signal.SIGINT)
-    assert _until((comfyui / "interrupted").exists)
+    until((comfyui / "interrupted").exists, 10)
     started.send_signal(signal.SIGINT)
     _, error = started.communicate(timeout=20)
     assert (started.returncode, error) == (130, "devicebridge: interrupted\n")
@@ -303,7 +297,7 @@ def test_a_killed_run_leaves_neither_server_nor_client(tmp_path, comfyui, starte
     started.kill()
     started.wait()
     for pid_file in (comfyui / "server.pid", tmp_path / "bin" / "client.pid"):
-        assert _until(lambda pid_file=pid_file: not _is_alive(pid_file)), pid_file  # type: ignore[misc]
+        until(lambda pid_file=pid_file: not _is_alive(pid_file), 10, lambda: pid_file)  # noqa: B023
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path, comfyui, run):

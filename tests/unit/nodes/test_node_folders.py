@@ -61,16 +61,10 @@ def test_a_path_elsewhere_is_refused_alike_whether_or_not_it_is_there(folders, t
 
 
 @pytest.mark.parametrize("socket", SOCKETS)
-def test_an_allowed_folder_and_what_lies_in_it_is_read(folders, host, tmp_path, socket):
-    inner = _image_folder(tmp_path / "private" / "dogs")
-    host.allow(tmp_path / "private")
-    assert Path(_ways(folders, inner)[socket]()) == inner  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("socket", SOCKETS)
-@pytest.mark.parametrize("place", ["input", "output", "temp", "user", "models/vae"])
-def test_comfyuis_own_folders_are_read(folders: ModuleType, host: comfy_stub.FakeHost, place: str, socket: str) -> None:
-    folder = _image_folder(host.root / place / "dogs")
+@pytest.mark.parametrize("place", ["input", "output", "temp", "user", "models/vae", "../allowed"])
+def test_comfyuis_own_folders_and_those_that_the_user_allows_are_read(folders, host, place, socket):
+    host.allow(host.root.parent / "allowed")
+    folder = _image_folder((host.root / place).resolve() / "dogs")
     assert Path(_ways(folders, folder)[socket]()) == folder  # type: ignore[operator]
 
 

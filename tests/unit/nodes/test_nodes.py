@@ -787,87 +787,60 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     assert found.fingerprint == names, "one of files is loaded again"
 
 
-class _Encoding:
-    """What the train node does before a prompt's text encoder is loaded, and whether ComfyUI is ready to train then."""
-
-    def __init__(self, nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        from devicebridge.nodes import host as host_module
-
-        self.done: list[str] = []
-        self.checks: list[dict[str, Any]] = []
-        self.refused = ""
-        self._is_training = False
-        monkeypatch.setattr("devicebridge.nodes.host.native.model.native_training", self._training)
-        monkeypatch.setattr(host_module, "read_native", lambda *of: self._note("read") or "info")
-        monkeypatch.setattr(nodes.train, "refuse_cards_of_others", lambda cards: self._note("cards"))
-        monkeypatch.setattr(nodes.train, "_start_in_background", lambda *given: self._note("start"))
-        monkeypatch.setattr(job_module, "check_job", self._check)
-        monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
-        monkeypatch.setattr(encode_job, "fill_cache", lambda *given: self._note("encode"))
-
-    def find_clip(self) -> Any:
-        self._note("clip")
-        return _Named("clip")
-
-    @contextlib.contextmanager
-    def _training(self) -> Iterator[None]:
-        self._is_training = True
-        yield
-        self._is_training = False
-
-    def _check(self, job: Any, **how: Any) -> None:
-        self._note("check")
-        self.checks.append(how)
-
-    def _note(self, what: str) -> None:
-        self.done.append(what + " in training" * self._is_training)
-        if self.refused == what:
-            raise RuntimeError(f"refused by {what}")
-
-    def run(self, nodes: ModuleType, sockets: dict[str, Any]) -> Any:
-        """Of one of ComfyUI's own models, with a prompt that is no caption."""
-        model = dataclasses.replace(sockets["model"].model, family="comfyui")
-        given = {
-            **sockets,
-            "model": dataclasses.replace(sockets["model"], model=model),
-            "dataset": dataclasses.replace(sockets["dataset"], find_clip=self.find_clip),
-        }
-        return nodes.TrainLora.execute(**{**given, "sample_prompts": "a cat"})
+_CHECKED = ["read in training", "cards", "check in training"]
+_BEHIND = ["read in training", "check in training", "clip", "encode", "start in training"]
+_ENCODED = [*_CHECKED, "clip", "encode", "cards in training", "train in training"]
 
 
-@pytest.mark.parametrize("refused", ["cards", "check"])
-def test_a_training_that_is_refused_loads_no_text_encoder_for_its_prompts(
-    nodes: ModuleType, sockets: dict[str, Any], training: Any, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    encoding = _Encoding(nodes, monkeypatch)
-    encoding.refused = refused
-    with pytest.raises(RuntimeError, match=f"refused by {refused}"):
-        encoding.run(nodes, sockets)
-    assert not {"clip", "encode"} & set(encoding.done) and not training.calls
-
-
-def test_prompts_are_encoded_after_every_check_and_as_captions_are(nodes, sockets, training, monkeypatch):
-    encoding = _Encoding(nodes, monkeypatch)
-    encoding.run(nodes, sockets)
-    before = ["read in training", "cards", "check in training", "clip", "encode"]
-    assert encoding.done == [*before, "cards in training"] and len(training.calls) == 1
-    assert [each["is_to_train"] for each in encoding.checks] == [True]
-
-
-@pytest.mark.parametrize("elsewhere", [{"background": True}, {"processes": 2}, {"resume": True}])
-def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
-    nodes, sockets, training, monkeypatch, elsewhere
+@pytest.mark.parametrize(
+    ("how", "refused", "is_forecast", "expected"),
+    [
+        ({}, "cards", None, _CHECKED[:2]), ({}, "check", True, _CHECKED), ({}, "", True, _ENCODED),
+        ({"processes": 2}, "", False, _ENCODED), ({"resume": True}, "", False, _ENCODED),
+        # One in the background waits for its cards in the queue, so nobody refuses them here.
+        ({"background": True}, "", False, _BEHIND),
+    ],
+)  # fmt: skip
+def test_prompts_are_encoded_after_every_check_and_as_captions_are(
+    nodes, sockets, training, monkeypatch, how, refused, is_forecast, expected
 ):
-    """One in the background waits for its cards in the queue, so nobody refuses them here."""
-    encoding = _Encoding(nodes, monkeypatch)
+    """Of one of ComfyUI's own models, with a prompt that is no caption. "in training", ComfyUI's kernels are others.
+    What other processes train is checked without a forecast of it."""
+    done, forecasts, is_training = [], [], [False]
     result = training.run(
         _job(nodes, sockets), info=None, resume=False, on_event=lambda event: None, should_stop=lambda: False
     )
-    monkeypatch.setattr(nodes.train, "_train", lambda *given: result)
-    encoding.run(nodes, {**sockets, **elsewhere})
-    assert [each["is_to_train"] for each in encoding.checks] == [False]
-    assert encoding.done.count("cards") == (not elsewhere.get("background", False))
-    assert encoding.done.index("check in training") < encoding.done.index("clip")
+
+    @contextlib.contextmanager
+    def native_training() -> Iterator[None]:
+        is_training[0] = True
+        yield
+        is_training[0] = False
+
+    def note(what: str, answer: Any = None) -> Any:
+        def called(*given: Any, **options: Any) -> Any:
+            done.append(f"{what} in training" if is_training[0] else what)
+            forecasts.extend(options[name] for name in ("is_to_train",) if name in options)
+            if what == refused:
+                raise RuntimeError(f"refused by {what}")
+            return answer
+
+        return called
+
+    for place, called in {
+        "nodes.host.native.model.native_training": native_training, "nodes.host.read_native": note("read", "info"),
+        "nodes.train.refuse_cards_of_others": note("cards"), "nodes.train._start_in_background": note("start"),
+        "nodes.train.own_command": list, "jobs.job.check_job": note("check"), "jobs.job.run_job": note("train", result),
+        "jobs.in_processes.run_in_processes": note("train", result), "jobs.encode_job.fill_cache": note("encode"),
+        "jobs.encode_job.missing_prompts": lambda job: list(job.samples.prompts),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"devicebridge.{place}", called)
+    model = dataclasses.replace(sockets["model"].model, family="comfyui")
+    given = {**sockets, "model": dataclasses.replace(sockets["model"], model=model), "sample_prompts": "a cat", **how}
+    given["dataset"] = dataclasses.replace(sockets["dataset"], find_clip=note("clip", _Named("clip")))
+    with pytest.raises(RuntimeError, match="refused") if refused else contextlib.nullcontext():
+        nodes.TrainLora.execute(**given)
+    assert done == expected and forecasts == ([] if is_forecast is None else [is_forecast])
 
 
 def test_lists_become_a_dataset_that_only_the_training_node_takes(nodes, host, sockets):

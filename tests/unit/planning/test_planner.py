@@ -158,6 +158,8 @@ def test_settings_of_the_user_are_kept_and_only_checked():
     manual = {"split": {"balance": "manual", "split_at": [20], "blocks_without_checkpointing": [1, 2]}}
     plan = _plan("40GB,40GB", **manual)
     assert plan.placement.devices.count(torch.device("cuda:0")) == 20 and plan.uncheckpointed == (1, 2)
+    swapped = _plan("24GB,24GB", split={"offloaded_blocks": [10, 10], "blocks_without_checkpointing": [0, 0]})
+    assert swapped.offloaded == (10, 10) and plan_values(swapped)["setting"]["offloaded_blocks"] == [10, 10]
     question = _ask("26GB,26GB", split={"balance": "manual", "split_at": [40], "offloaded_blocks": [0, 0]})
     assert 'split.balance = "memory" with split.split_at = []' in _helps(question)
     with pytest.raises(ValueError, match="blocks_without_checkpointing has 1 values"):
@@ -195,28 +197,9 @@ def test_more_kept_or_streamed_blocks_than_there_are_is_said():
             _plan("80GB,80GB", split=split)
 
 
-def test_swapped_blocks_are_forecast_where_the_user_asks():
-    plain = _plan("40GB,40GB")
-    plan = _plan("24GB,24GB", split={"offloaded_blocks": [10, 10], "blocks_without_checkpointing": [0, 0]})
-    assert plan.offloaded == (10, 10)
-    assert sum(d.weights for d in plan.devices) < sum(d.weights for d in plain.devices)
-    assert plan.found.host_bytes > plain.found.host_bytes + 5 * GB
-
-
-def test_blocks_stream_from_host_memory_where_the_cards_are_too_small():
-    """FLUX.2 in 8 bits on 24 + 12 GB, in bf16 on 2 x 24 GB, and on a card of 12 GB alone."""
-    assert not any(_plan("24GB,24GB").offloaded) and not any(_plan("24GB,16GB").offloaded)
-    for cards, scheme in (("24GB,12GB", "fp8-compute"), ("24GB,24GB", "none"), ("12GB", "fp8-compute")):
-        plan = _plan(cards, model={"quantize": scheme})
-        assert any(plan.offloaded) and not any(plan.uncheckpointed)
-        assert all(d.needed <= 0.95 * c.usable_bytes for d, c in zip(plan.devices, plan.cards, strict=True))
-        assert plan_values(plan)["setting"]["offloaded_blocks"] == list(plan.offloaded)
-    assert plan.found.host_bytes > 20 * GB
-
-
 def test_host_memory_is_a_limit_too():
     cards = "24GB,12GB"
-    assert _plan(cards, host_bytes=64 * GB).offloaded == _plan(cards).offloaded
+    assert any(_plan(cards).offloaded) and _plan(cards, host_bytes=64 * GB).offloaded == _plan(cards).offloaded
     given = {"split": {"offloaded_blocks": [0, 20], "blocks_without_checkpointing": [0, 0]}}
     for question in (_ask(cards, host_bytes=4 * GB), _ask(cards, host_bytes=4 * GB, **given)):
         _helps(question)

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from devicebridge.system.locks import is_locked, take_claim
 from devicebridge.system.processes import ProcessMark, mark_of, start_detached
 from devicebridge.system.stopping import Requests
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.tests.waiting import until
 from devicebridge.training.state import list_checkpoints as full_checkpoints
 
 OWN = asdict(mark_of())
@@ -191,19 +191,12 @@ def test_a_detached_process_leads_a_session_of_its_own_and_is_told_from_its_succ
     assert mark.is_alive()
     assert not ProcessMark(mark.pid, mark.started - 60, mark.host).is_alive()
     assert ProcessMark(1, 0.0, "another computer").is_alive()
-    _wait(lambda: (tmp_path / "log").read_text().strip() == str(mark.pid))
+    until(lambda: (tmp_path / "log").read_text().strip() == str(mark.pid))
     unseen = replace(mark, host="another container")
     assert unseen.is_alive(tmp_path / "log")
     os.kill(mark.pid, 9)
-    _wait(lambda: not mark.is_alive())
+    until(lambda: not mark.is_alive())
     assert not unseen.is_alive(tmp_path / "log")
-
-
-def _wait(is_true: Any, timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_run_saves_and_stops_as_it_is_asked_and_the_store_shows_it(tmp_path: Path) -> None:
@@ -369,12 +362,12 @@ def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(tmp
     monkeypatch.setattr("devicebridge.runs.queue.start_detached", start)
     queue = _queue(tmp_path)
     _add(queue, "one", "cuda:0")
-    _wait(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
+    until(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
     assert queue.jobs()[0].message == "no model there\nlook again"
     _add(queue, "one", "cuda:0")  # again, in its place
     assert len(queue.jobs()) == 1
     code = "import sys; sys.exit('killed')"  # which says nothing of its own, behind what the first one said
-    _wait(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
+    until(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
     log = queue.kept.file(tmp_path / "one").with_suffix(".log")
     assert "no model there" in log.read_text() and str(log) in queue.jobs()[0].message
 
@@ -405,7 +398,7 @@ def test_a_started_process_knows_which_job_of_the_queue_it_is(tmp_path: Path, mo
     job = _add(queue, "one", "cuda:0")
     queue.tick()
     log = queue.kept.file(tmp_path / "one").with_suffix(".log")
-    _wait(lambda: log.read_text() == f"== job {job.id}\n{job.id}")
+    until(lambda: log.read_text() == f"== job {job.id}\n{job.id}")
 
 
 def test_what_is_asked_is_written_over_no_link(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import psutil
@@ -19,6 +18,7 @@ from devicebridge.cli.launch import torchrun_command
 from devicebridge.config.job import make_job, save_job
 from devicebridge.runs.queue import native_command, train_command
 from devicebridge.system import processes
+from devicebridge.tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
@@ -61,18 +61,10 @@ def _start_and_be_killed(number: int, timeout_s: float, *command: str, ready: Pa
     arguments = [sys.executable, "-c", STARTER, str(ROOT / "bootstrap.py"), str(timeout_s), *command]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None and starter.stdout.readline() == "started\n"
-        answer = int(_until(lambda: _text(ready)))
+        answer = int(until(lambda: _text(ready)))
         starter.send_signal(number)
         assert starter.wait(timeout=10) == -number
     return answer
-
-
-def _until(found: Callable[[], Any], seconds: float = 20) -> Any:
-    """What is found as soon as there is something, or at the end."""
-    end = time.monotonic() + seconds
-    while not (it := found()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return it
 
 
 def _text(path: Path) -> str:
@@ -85,7 +77,7 @@ def _is_over(pid: int) -> bool:
 
 
 def _ends(pid: int) -> bool:
-    return bool(_until(lambda: _is_over(pid)))
+    return until(lambda: _is_over(pid))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
@@ -94,7 +86,7 @@ def test_leaving_the_block_ends_the_process_and_its_children(tmp_path: Path, man
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", PARENT, str(pid_file), manner]
     with pytest.raises(KeyboardInterrupt), processes.start(command, stop_timeout_s=0.5) as process:
-        child = int(_until(lambda: _text(pid_file)))
+        child = int(until(lambda: _text(pid_file)))
         left = time.monotonic()
         raise KeyboardInterrupt
     assert time.monotonic() - left < 20, "it ended by itself"
@@ -106,7 +98,7 @@ def test_leaving_the_block_ends_the_process_and_its_children(tmp_path: Path, man
 def test_a_process_is_asked_before_it_is_ended(tmp_path: Path) -> None:
     ready, saved = tmp_path / "ready", tmp_path / "saved"
     with processes.start([sys.executable, "-c", SAVER, str(ready), str(saved)]) as process:
-        _until(lambda: _text(ready))
+        until(lambda: _text(ready))
     assert saved.read_text() == "saved"
     assert process.exit_code == 0
 
@@ -129,7 +121,7 @@ def test_a_process_and_its_children_end_with_us_however_we_end(tmp_path: Path, n
 def test_a_process_whose_starter_was_killed_has_time_to_save(tmp_path: Path) -> None:
     ready, saved = tmp_path / "ready", tmp_path / "saved"
     _start_and_be_killed(signal.SIGKILL, 20.0, sys.executable, "-c", SAVER, str(ready), str(saved), ready=ready)
-    assert _until(lambda: _text(saved)) == "saved"
+    assert until(lambda: _text(saved)) == "saved"
 
 
 EARLY = """
@@ -295,4 +287,4 @@ def test_a_started_process_imports_nothing_from_its_working_folder(tmp_path: Pat
 def test_a_process_that_goes_on_without_us_works_beside_its_log(tmp_path: Path) -> None:
     code = "import os, sys; sys.stdout.write(os.getcwd())"
     processes.start_detached([sys.executable, "-c", code], tmp_path / "log")
-    assert _until(lambda: _text(tmp_path / "log"), 60) == str(tmp_path.resolve())
+    assert until(lambda: _text(tmp_path / "log"), 60) == str(tmp_path.resolve())
