@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,11 +179,12 @@ def run_on_cards(job: JobConfig, cards: int = 3, **arguments: Any) -> TrainingRe
         return run_job(job, **arguments)
 
 
-def run_steps(job: JobConfig, count: int = 1) -> TrainingResult:
-    """Train so many steps of the job and stop."""
+def run_steps(job: JobConfig, count: int = 1, cards: int = 0) -> TrainingResult:
+    """Train so many steps of the job and stop; over emulated cards, if any are named."""
     from devicebridge.jobs.job import run_job  # not where a tiny model is all that is wanted
 
     seen: list[Event] = []
-    stopped = run_job(job, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) >= count)
+    run = partial(run_on_cards, cards=cards) if cards else run_job
+    stopped = run(job, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) >= count)
     assert (stopped.status, stopped.step) == ("stopped", count)
     return stopped

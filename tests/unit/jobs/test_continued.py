@@ -182,8 +182,7 @@ def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path, 
     straight = run_on_cards(_on_cards(tmp_path, "straight", first))
     assert straight.lora_path is not None
     for count in {1, 2, 3} - {first}:
-        with emulated_cards(3):
-            run_steps(_on_cards(tmp_path, f"to_{count}", first))
+        run_steps(_on_cards(tmp_path, f"to_{count}", first), cards=3)
         other = _on_cards(tmp_path, f"to_{count}", count)
         seen: list[Any] = []
         found = run_on_cards(other, count, resume=True, on_event=seen.append)
@@ -203,8 +202,7 @@ def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path, 
     ids=["draws on the cards", "layers that all blocks read"],
 )
 def test_other_bits_on_other_cards_are_refused_until_they_are_asked_for(tmp_path, sections):
-    with emulated_cards(3):
-        run_steps(_on_cards(tmp_path, "run", 2, **sections))
+    run_steps(_on_cards(tmp_path, "run", 2, **sections), cards=3)
     job = _on_cards(tmp_path, "run", 3, **sections)
     with pytest.raises(ValueError, match="split.devices: "):
         run_on_cards(job, resume=True)
@@ -214,8 +212,7 @@ def test_other_bits_on_other_cards_are_refused_until_they_are_asked_for(tmp_path
 
 @pytest.mark.parametrize("shares", [[], [1.0, 1.0]], ids=["data", "tokens"])
 def test_a_run_of_copies_continues_by_another_strategy(tmp_path, shares):
-    with emulated_cards(3):
-        run_steps(_on_cards(tmp_path, "run", 2, parallel={"strategy": "data"}))
+    run_steps(_on_cards(tmp_path, "run", 2, parallel={"strategy": "data"}), cards=3)
     job = _on_cards(tmp_path, "run", 2, parallel={"strategy": "pipeline"})
     path = _newest(job)
     state = load_checkpoint(path)

@@ -27,11 +27,6 @@ _job = partial(
 )  # fmt: skip
 
 
-def _run_a_step(job):
-    with emulated_cards(3):
-        run_steps(job)
-
-
 @pytest.mark.parametrize(
     ("scheme", "tolerance"), [("none", 1e-6), pytest.param("int8-compute", 1e-4, marks=pytest.mark.long)]
 )
@@ -55,7 +50,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
     loading = next(event.values for event in seen if event.values.get("name") == "loading")
     assert loading["placement"].endswith("blocks on each of lazy:0, lazy:1, lazy:2")
     job = _job(tmp_path, "stopped", split=split)
-    _run_a_step(job)
+    run_steps(job, cards=3)
     # "auto" keeps what the run began with
     resumed = run_on_cards(dataclasses.replace(job, parallel=ParallelConfig(strategy="auto")), resume=True)
     assert resumed.losses == straight.losses
@@ -98,7 +93,7 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
 @pytest.mark.parametrize(("first", "second"), [("data", "pipeline"), ("none", "data")])
 def test_a_run_is_resumed_as_it_began_or_not_at_all(tmp_path, first, second):
     job = _job(tmp_path, "run", parallel={"strategy": first})
-    _run_a_step(job)
+    run_steps(job, cards=3)
     with pytest.raises(ValueError, match="would not be the same run"):
         run_on_cards(dataclasses.replace(job, parallel=ParallelConfig(strategy=second)), resume=True)
 
@@ -179,6 +174,6 @@ def test_a_job_of_an_earlier_release_is_resumed_over_all_cards(tmp_path, monkeyp
     """Its checkpoints know no replicas."""
     monkeypatch.setattr(job_module, "placement_facts", lambda where: {"placement": [str(d) for d in where.devices]})
     job = _job(tmp_path, "run", parallel={"strategy": "auto"})
-    _run_a_step(job)
+    run_steps(job, cards=3)
     assert run_on_cards(job, resume=True).step == 2
     assert make_job({**dataclasses.asdict(job)}) == job

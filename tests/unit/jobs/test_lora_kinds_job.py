@@ -41,8 +41,7 @@ def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> J
 
 
 def _stopped_and_resumed(job: JobConfig) -> TrainingResult:
-    with emulated_cards(3):
-        run_steps(job, 2)
+    run_steps(job, 2, cards=3)
     return run_on_cards(job, resume=True)
 
 
@@ -103,15 +102,16 @@ def test_other_kinds_train_alike_in_stages_and_resume_bit_for_bit(tmp_path: Path
     assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
 
 
-def test_a_kind_begins_from_no_file_of_another(tmp_path: Path) -> None:
-    first = run_on_cards(_job(tmp_path, "first", train={"steps": 1}))
-    with emulated_cards(2), pytest.raises(ValueError, match=r'is of lora.kind = "lora"'):
-        check_job(_job(tmp_path, "b", lora={**KINDS["loha"], "start_from": str(first.lora_path)}))
-
-
-def test_lokr_is_refused_where_the_layout_has_no_place(tmp_path: Path) -> None:
-    with emulated_cards(2), pytest.raises(ValueError, match=r'lora_layout = "both" is of plain LoRA'):
-        check_job(_job(tmp_path, "a", lora=LOKR, output={"lora_layout": "both"}))
+def test_what_a_file_or_a_layout_has_no_place_for_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    first = str(run_on_cards(_job(tmp_path, "first", train={"steps": 1})).lora_path)
+    refused: dict[str, dict[str, Any]] = {
+        'is of lora.kind = "lora"': {"lora": {**KINDS["loha"], "start_from": first}},
+        r"set lora\.rank to 4 or more": {"lora": {"rank": 2, "start_from": first}},
+        'lora_layout = "both" is of plain LoRA': {"lora": LOKR, "output": {"lora_layout": "both"}},
+    }
+    for message, sections in refused.items():
+        with emulated_cards(1), pytest.raises(ValueError, match=message):
+            check_job(_job(tmp_path, "again", **sections))
 
 
 def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
@@ -138,17 +138,10 @@ def test_a_run_that_started_from_a_file_resumes_without_it(tmp_path: Path) -> No
     copy.write_bytes(first.lora_path.read_bytes())
     straight = run_on_cards(_job(tmp_path, "straight", lora={"start_from": str(copy)}))
     job = _job(tmp_path, "resumed", lora={"start_from": str(copy)})
-    with emulated_cards(3):
-        run_steps(job)
+    run_steps(job, cards=3)
     copy.unlink()
     resumed = run_on_cards(job, resume=True)
     assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
-
-
-def test_a_file_that_does_not_fit_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
-    first = run_on_cards(_job(tmp_path, "first"))
-    with emulated_cards(1), pytest.raises(ValueError, match=r"set lora\.rank to 4 or more"):
-        check_job(_job(tmp_path, "again", lora={"rank": 2, "start_from": str(first.lora_path)}))
 
 
 OPTIMIZERS = [
