@@ -92,13 +92,11 @@ def check_places(job: JobConfig) -> None:
 
 def refuse_repeats(job: JobConfig) -> None:
     """Raises: ValueError for a value that a list has twice, and for a folder named twice with equal settings."""
-    for key in _REPEATS:
+    for key in (*_REPEATS, "data.folders"):
+        helps = ", with data.folders.repeats = 2" if key == "data.folders" else ""
         for values in values_at(job, key):
             if again := [each for number, each in enumerate(values) if each in values[:number]]:
-                raise ValueError(f"{key} has {again[0]!r} twice; name it once")
-    folders = job.data.folders
-    if same := [each for number, each in enumerate(folders) if each in folders[:number]]:
-        raise ValueError(f"the folder {same[0].path} is there twice; name it once, with data.folders.repeats = 2")
+                raise ValueError(f"{key} has {getattr(again[0], 'path', again[0])!r} twice; name it once{helps}")
 
 
 def refuse_overlaps(job: JobConfig) -> None:

@@ -306,18 +306,19 @@ def next_run(
             job_of(state)
         except ValueError:  # no run to go on with, and resume says why
             continue
-        began, now = state.facts.get("start"), identity["start"]
-        other = ["the LoRA file of lora.start_from"] if began and now and began != now else []
+        began, begins = state.facts.get("start"), identity["start"]
+        other = ["the LoRA file of lora.start_from"] if began and begins and began != begins else []
         differing = differences(each, identity, state) + other
-        known.append((each, state, differing))
-        is_longer = bool(resume) and each.train.steps >= state.step  # a resumed run may do more than was set then
-        if not differing and (each.train.steps == job_of(state).train.steps or is_longer):
+        was, now = job_of(state).train.steps, each.train.steps
+        steps = [f"train.steps: {was} -> {now}"] if was != now else []
+        known.append((each, list(dict.fromkeys([*steps, *differing]))))
+        if not differing and (not steps or resume and now >= state.step):  # a resumed run may do more than was set then
             same.append((each, state))
     begun = next((each for each, state in same if state.step < each.train.steps), None)
     if resume and begun is not None:
         return _resumed(job, begun, resume)
     if resume and not same:
-        lines = known[0][2] if resume == "continue" and known and known[0][0] is earlier[-1] else []
+        lines = known[0][1] if resume == "continue" and known and known[0][0] is earlier[-1] else []
         return _resumed(job, earlier[-1], resume, lines)
     if not same:
         return NextRun(free, resume=False, note=_describe_new(free, known))
@@ -386,16 +387,11 @@ def read_result(path: Path, state: TrainingState, status: str = "finished") -> T
     )
 
 
-def _describe_new(job: JobConfig, known: list[tuple[JobConfig, TrainingState, list[str]]]) -> str:
+def _describe_new(job: JobConfig, known: list[tuple[JobConfig, list[str]]]) -> str:
     """What is new, against the run that is most alike."""
     text = [f"This run is {job.output.name}: settings or images differ from the runs before it."]
-    found = []
-    for each, state, lines in known:
-        was, now = job_of(state).train.steps, each.train.steps
-        steps = [] if was == now else [f"train.steps: {was} -> {now}"]
-        found.append((each.output.name, list(dict.fromkeys([*steps, *lines]))))
-    if found:
-        name, differing = min(found, key=lambda pair: len(pair[1]))
-        text += [f"Against {name}:", *differing[:_MAX_LINES]]
-        text += [f"and {len(differing) - _MAX_LINES} more"] if len(differing) > _MAX_LINES else []
+    if known:
+        other, lines = min(known, key=lambda pair: len(pair[1]))
+        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+        text += [f"Against {other.output.name}:", *lines[:_MAX_LINES], *more]
     return "\n".join(text)
