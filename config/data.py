@@ -88,9 +88,8 @@ class DataConfig:
         tag_variants: So many texts are made of each caption ahead, and one of them is drawn each time. More are more
             varied, and take as much more encoding time and disk. With shuffle_tags or tag_dropout.
         use_masks: Weigh the loss by name_mask.png (white counts, black does not) where that file exists.
-        frames: Lengths in frames that clips may be cut to, such as 1, 33, 81: each gets the longest that fits, and a
-            shorter one is refused. 1 is for images. Left out: the model's. Decides the memory of a step. Wan takes 4n +
-            1.
+        frames: Lengths in frames that clips may be cut to, such as 1, 33, 81: each gets the longest that fits; a
+            shorter one is refused. 1 is for images. Left out: the model's. Decides a step's memory. Wan takes 4n + 1.
         fps: Frames per second that are taken from clips; source takes all. Left out: what the model was trained on.
         window: Part of a longer clip: its start, its centre, or several spread evenly (uniform), each a sample.
         num_windows: Parts per clip. Above 1 with window uniform only.
@@ -98,14 +97,13 @@ class DataConfig:
             out: all of each, up to 600. Decides the memory of a step.
         encoded: In place of folders: a list of samples that arrived as latents and text states. Dataset from Latents
             and Conditioning writes it. What is about images has no effect then.
-        trigger_word: Word that calls what is trained, such as ohwx. It takes the place of [trigger] in captions, and is
-            put in front of those that do not have it.
+        trigger_word: Word that calls what is trained, such as ohwx: in place of [trigger] in captions, else before
+            them.
         caption_template: How captions are made, with {trigger} for the trigger word and {caption} for what the file
             says, such as: a photo of {trigger}, {caption}. Left out: as trigger_word says.
-        condition: What a model of ComfyUI's is given beside caption and noise, made of files by the node of ComfyUI's
-            of that kind. reference, kontext, qwen-image-edit, qwen-image-edit-plus and z-image-omni take the
-            references of a folder; vace, fun-control and fun-control-2.2 take its control; first-frame takes the first
-            frame of each clip. Left out: nothing.
+        condition: What a model of ComfyUI's is given beside caption and noise, made of files by ComfyUI's node of that
+            kind. reference, kontext, qwen-image-edit, qwen-image-edit-plus and z-image-omni take the references of a
+            folder; vace, fun-control and fun-control-2.2 its control; first-frame that of each clip. Left out: nothing.
         reference_megapixels: Size that condition reference scales each picture to; other kinds have their own.
     """
 

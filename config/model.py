@@ -26,8 +26,7 @@ class ModelConfig:
             one such file, or its name in ComfyUI's models/diffusion_models or models/checkpoints.
         family: Model family, such as flux2. Left out: what the file is recognised as. comfyui trains any model that
             ComfyUI itself can build, with ComfyUI's own code; it needs a ComfyUI on this machine.
-        variant: Which published model it is. Left out: what the file is recognised as. Name it if that fails, or where
-            two models have the same shapes.
+        variant: Published model. Left out: what the file is recognised as. Name it where two have the same shapes.
         second_expert: The other one of a pair of experts (Wan 2.2 A14B), trained at the same time on cards of its own.
             One folder may hold both. Without it the model at path is trained alone.
         dtype: Number type of the frozen weights and of the computation. On cards without bfloat16 (V100, RTX 20) it
@@ -37,8 +36,7 @@ class ModelConfig:
             bits: faster and a little noisier. stored keeps a quantized file (GGUF, fp8, int8) as it is. auto takes what
             suits the devices and the file; none holds 16 bits.
         rotation: For int8-compute: spreads outliers over blocks of so many values. Wider is better, slower; 0 is off.
-        quantized_cache: Folder that keeps the quantized weights, 31 GB for FLUX.2-dev. The next run reads half as much
-            and rounds nothing.
+        quantized_cache: Folder of the quantized weights, which the next run reads. They take 31 GB for FLUX.2-dev.
     """
 
     path: RequiredPath
@@ -66,12 +64,9 @@ class SplitConfig:
     Args:
         devices: Devices that hold the blocks, in order, such as cuda:0, cuda:1. The first also holds the embeddings,
             the last layers and the loss. Left out: every GPU, or the CPU. A device that is named must exist.
-        balance: How the blocks are shared out: by equal memory, by equal computing time, or cut by hand where split_at
-            says (manual). Matters with two or more devices.
-        split_at: Index of the first block of each device after the first, counted from 0 over all blocks, such as 12,
-            30 for three devices. Only with balance manual.
-        memory_limit_gb: Memory that the weights may take on each device, in decimal GB, such as 20, 14. Left out: what
-            is free. Set it when another program needs some of a GPU.
+        balance: How blocks are shared out: by equal memory, by equal computing time, or where split_at says (manual).
+        split_at: First block of each device after the first, such as 12, 30 for three. Only with balance manual.
+        memory_limit_gb: Decimal GB that weights may take on each device, such as 20, 14. Left out: what is free.
         blocks_without_checkpointing: Last blocks of each device that keep their activations instead of being computed
             again, with gradient_checkpointing. Left out: what the planner chooses; none where memory is unknown.
         offloaded_blocks: Blocks per device whose weights wait in host memory and stream to the device whenever they
@@ -151,10 +146,8 @@ class ParallelConfig:
             is continued. fsdp and hsdp are for several processes with one device each: every process keeps a share of
             the weights (fsdp), or the processes of each machine share one copy (hsdp). Then auto takes fsdp where one
             device does not hold the model.
-        microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
-            More hides uneven times and takes memory.
-        processes: Processes of this machine that train the job, as --nproc says; they share out the devices evenly. Has
-            no effect where torchrun starts them.
+        microbatches_ahead: Microbatches that a device of a pipeline may hold beyond what 1F1B needs; more takes memory.
+        processes: Processes of this machine that train the job, as --nproc says. No effect where torchrun starts them.
         shard_degree: For hsdp: processes that share one copy of the weights. Left out: those of a machine.
         timeout_s: Seconds that a microbatch, a save and the like may take one of several processes until it is ended.
         hang_timeout_s: Without effect, kept for older job files: timeout_s says it.

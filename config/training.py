@@ -35,20 +35,19 @@ class LoraSettings:
         alpha: Strength is alpha / rank. Leave it equal to rank unless a recipe says otherwise.
         dropout: Probability that a LoRA input is left out. Against learning few images by heart.
         dora: Train DoRA, which learns size and direction of weights apart. Slower, and takes memory. With lokr: DoKr.
-        targets: Which linear layers get a LoRA: patterns over diffusers names, with * for anything; !pattern leaves
-            layers out. Left out: those that layers says.
+        targets: Layers that get a LoRA: patterns over diffusers names, with *; !pattern leaves out. Left out: as
+            layers.
         dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps.
         kind: lora, or lokr (LyCORIS), which multiplies two small matrices into a large one (Kronecker product): a
             smaller file for the same size of change. loha (LyCORIS) multiplies two LoRAs value by value: a change of up
             to rank squared, slower and with more memory. oft rotates a layer's outputs in blocks of rank rows, and
             keeps angles and lengths within them; alpha is not used. All are read by ComfyUI's stock LoRA loaders, of
             which OFT counts another strength than 1 squared (0.33.0).
-        layers: Which linear layers get a LoRA, by a preset: attention takes those of the attention alone, all takes
-            every one in the blocks. Left out: the model family's usual ones.
+        layers: Layers by a preset: attention takes those of the attention, all every one in blocks. Left out: the
+            family's.
         factor: With lokr: size of the smaller of the two matrices, as far as a layer can be cut so. Left out: about the
             root of a layer's width. Smaller makes a larger file that learns more.
-        start_from: LoRA file to train on, of any trainer. Its layers must be among those that are trained, and rank not
-            below its own. Left out: a fresh LoRA.
+        start_from: LoRA file to train on, of any trainer; its layers and rank must fit. Left out: a fresh LoRA.
         text_encoder: Train a LoRA on the CLIP text encoders, too, into the same file: SD 1.5, SD 2 and SDXL as ComfyUI
             builds them. They stay in memory then, on the first device.
         text_encoder_rank: Size of the LoRA on the text encoders, whose strength stays that of the rest. Left out: rank.
@@ -102,8 +101,7 @@ class ObjectiveConfig:
 
     Args:
         timestep_sampling: How noise levels are drawn. Left out: what the model was trained with.
-        shift: Moves noise levels towards noise: a number such as 3.0, or the name of one of the model family's presets.
-            Left out: the family's. Matters more at high resolution.
+        shift: Moves noise levels towards noise: a number as 3.0, or a preset of the family. Left out: the family's.
         logit_mean: With logit_normal: mean of the normal distribution. Above 0 draws more noise.
         logit_std: With logit_normal: standard deviation of the normal distribution.
         sigmoid_scale: With sigmoid: factor of the normal number before the logistic function.
@@ -159,8 +157,8 @@ class OptimizerConfig:
             matters. prodigy finds the learning rate by itself (needs the package prodigyopt), adafactor and came (needs
             pytorch-optimizer) keep a small state. A job file may also say auto (adamw where it fits, else adamw8bit) or
             the dotted name of an optimizer class, such as bitsandbytes.optim.AdamW8bit.
-        learning_rate: Size of a step. 0.0001 is a good start for AdamW; lower it when the loss jumps. For prodigy it is
-            a factor of the rate that it finds, usually 1.
+        learning_rate: Size of a step. 0.0001 is a good start for AdamW; lower it when the loss jumps. For prodigy
+            usually 1.
         text_encoder_learning_rate: The same for the LoRA on text encoders, with lora.text_encoder. Half of
             learning_rate or less is usual. Left out: learning_rate.
         weight_decay: How strongly weights are pulled towards zero at each step.
@@ -255,8 +253,7 @@ class OutputConfig:
     Args:
         folder: Run folder: checkpoints, events, TensorBoard scalars, the LoRA.
         name: File name of the LoRA, without extension.
-        save_every_steps: Save a checkpoint and a LoRA every so many steps, what a crash can cost; 0 at the end or stop
-            alone.
+        save_every_steps: Steps between checkpoints with a LoRA, which a crash can cost; 0 saves at the end or a stop.
         keep_last: Checkpoints kept; older ones are deleted.
         lora_layout: Names in the LoRA file: original loads in ComfyUI, diffusers in diffusers and peft, both in ComfyUI
             and in diffusers' pipelines. both is refused for DoRA of Wan.
