@@ -140,20 +140,6 @@ def test_another_encoder_than_named_is_refused(tmp_path):
         _fill(job, _encoders())
 
 
-@pytest.mark.parametrize(
-    ("encoders", "words"),
-    [
-        (ComfyEncoders(StubClip(40, 0), TinyVae()), "states are 40 wide, but flux2-dev takes 48"),
-        (ComfyEncoders(StubClip(48, 2), TinyVae()), "has a pooled_output, which"),
-        (ComfyEncoders(StubClip(48, 0), StubVae()), "has 3 channels, but flux2-dev takes 16"),
-    ],
-)
-def test_encoders_of_another_model_are_refused_also_where_they_left_entries(tmp_path, encoders, words):
-    job = _job(tmp_path)
-    with pytest.raises(ValueError, match=words):
-        _fill(job, encoders)
-
-
 def test_entries_of_another_model_are_refused(filled, tmp_path):
     """One cache folder serves many models: what a CLIP made for one may be there already."""
     other = _job(tmp_path / "other", "flux1", cache={**SOURCES, "folder": filled.cache.folder})
@@ -328,6 +314,7 @@ def test_samples_of_one_size_and_text_length_share_batches(filled):
         (torch.ones(1, 4, 8, 8), [[torch.ones(1, 5, 48), {}]], "latents of sample 1: it has 4 channels"),
         (torch.ones(1, 16, 1, 8, 8), [[torch.ones(1, 5, 48), {}]], "VAE makes that of an image"),
         (torch.ones(1, 16, 8, 8), [[torch.ones(1, 5, 40), {}]], "text of sample 1: its states are 40 wide"),
+        (torch.ones(1, 16, 8, 8), [[torch.ones(1, 5, 48), {"pooled_output": torch.ones(1, 2)}]], "has a pooled_output"),
     ],
 )
 def test_lists_of_another_model_are_refused(filled, samples, conditioning, words):

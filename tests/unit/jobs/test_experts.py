@@ -133,9 +133,16 @@ def test_on_one_device_they_follow_each_other(tmp_path, scripted):
     assert started()[3:] == ["caches", "high_noise"]  # the second is not begun
 
 
-def test_an_error_of_one_stops_the_other_and_says_which(tmp_path, scripted, together):
-    scripted[0](high_noise="wait", low_noise="fail")
-    with pytest.raises(RuntimeError, match="low_noise: its card is on fire"):
+@pytest.mark.parametrize(
+    ("acts", "message"),
+    [
+        ({"high_noise": "wait", "low_noise": "fail"}, "low_noise: its card is on fire"),
+        ({"caches": "die"}, "caches: .*exit code 7"),
+    ],
+)
+def test_an_error_of_one_stops_the_other_and_says_which(tmp_path, scripted, together, acts, message):
+    scripted[0](**acts)
+    with pytest.raises(RuntimeError, match=message):
         run_pair(_job(tmp_path, "pair"), ["cpu"])
 
 
@@ -152,12 +159,6 @@ def test_an_interrupt_leaves_no_process(tmp_path, scripted, together):
     with pytest.raises(KeyboardInterrupt):
         run_pair(_job(tmp_path, "pair"), ["cpu"], on_event=interrupt)
     assert time.monotonic() - begin < 30, "a process went on to its end"
-
-
-def test_a_process_that_dies_is_told_of(tmp_path, scripted):
-    scripted[0](caches="die")
-    with pytest.raises(RuntimeError, match="caches: .*exit code 7"):
-        run_pair(_job(tmp_path, "pair"), ["cpu"])
 
 
 def test_warnings_say_whose_they_are(tmp_path, scripted, caplog):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from devicebridge.jobs.in_processes import JobProcess, run_in_processes
-from devicebridge.jobs.job import check_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 _SAVES_AND_FAILS = """
@@ -35,14 +34,6 @@ def test_what_fails_while_a_stop_is_saved_is_told(tmp_path, monkeypatch):
 
 def test_processes_that_a_stop_ends_before_they_listen_are_stopped(tmp_path, monkeypatch):
     assert _run(tmp_path, monkeypatch, _ENDS_AT_ONCE) == "stopped"
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
-def test_captions_of_a_job_that_shares_weights_are_encoded_by_one_process(tmp_path, strategy):
-    job = make_tiny_job(tmp_path, parallel={"strategy": strategy, "processes": 2})
-    assert check_job(job, is_to_train=False).job.parallel.processes == 2
-    with pytest.raises(ValueError, match="is of several processes"):
-        check_job(job)
 
 
 _TELLS = (

@@ -258,7 +258,9 @@ def test_tensors_of_another_shape_are_not_spread(name, change, message, job):
     [
         {"losses": [0.5]}, {"losses": ["x"] * 6}, {"losses": None}, {"order": {"epoch": "x", "index": 0}},
         {"order": []}, {"evaluations": {"x": 1.0}}, {"evaluations": {"0": None}}, {"config": None}, {"dataset": 3},
-        {"model": {}}, {"placement": "cpu"},
+        {"model": {}}, {"placement": "cpu"}, {"what": 3}, {"what": [1]}, {"order": {"epoch": 1}},
+        {"order": {"epoch": 0, "index": -1}}, {"replicas": 1}, {"row_shares": ["1"]}, {"loss_scale": [1.0]},
+        {"rounding": [2]}, {"start": 0},
     ],
     ids=str,
 )  # fmt: skip
