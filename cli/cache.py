@@ -14,7 +14,7 @@ from ..encoding.text_place import text_device_on
 from ..events import EventLog
 from ..jobs.checked_job import JobPlan
 from ..jobs.comfy_entries import ComfyEncoders
-from ..jobs.encode_job import CACHE_PARTS, CachePart, cache_store, fill_cache, prune_caches, verify_cache
+from ..jobs.encode_job import CACHE_PARTS, CachePart, fill_cache, prune_caches, verify_cache
 from ..jobs.job import check_job
 from ..system.stopping import STOPPED, Requests, stop_on_signal
 from ..system.telling import say
@@ -52,17 +52,13 @@ def cache(options: argparse.Namespace) -> int:
                     say(f"`devicebridge cache {name}` computes what is missing or damaged")
             return int(num_problems > 0)
         if not options.prune:
-            return _fill(plans, encoders, parts, is_anew=options.regenerate)
+            return _fill(plans, encoders, parts)
         for pruned in prune_caches(plans, parts):
             say(pruned.report())
     return 0
 
 
-def _fill(
-    plans: Mapping[str, JobPlan], encoders: Mapping[str, ComfyEncoders], parts: Sequence[CachePart], *, is_anew: bool
-) -> int:
-    stores = [cache_store(plan.job) for plan in plans.values()]
-    outdated = {store.folder: store.stamps() for store in stores} if is_anew else {}
+def _fill(plans: Mapping[str, JobPlan], encoders: Mapping[str, ComfyEncoders], parts: Sequence[CachePart]) -> int:
     requests = [Requests(Path(plan.job.output.folder)) for plan in plans.values()]
     for each in requests:
         each.take("stop")  # of a run before
@@ -72,11 +68,10 @@ def _fill(
             return stop() or any(each.is_asked("stop") for each in requests)
 
         for path, plan in plans.items():
-            stamps = outdated.get(cache_store(plan.job).folder, {})
             with EventLog(Path(plan.job.output.folder), Terminal()) as events:
                 try:
                     for part in parts:
-                        fill_cache(plan, part, events, should_stop, encoders[path], outdated=stamps)
+                        fill_cache(plan, part, events, should_stop, encoders[path])
                 except Stopped as stopped:
                     say(str(stopped))
                     return STOPPED

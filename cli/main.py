@@ -110,7 +110,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
     add("--device", help="device of text encoders and VAE, in place of the job's")
     add = command.add_mutually_exclusive_group().add_argument
-    add("--regenerate", **flag, help="compute everything again, also what is there")
     add("--verify", **flag, help="name missing and damaged entries, delete the damaged; exit code 1 if there were any")
     add("--prune", **flag, help="delete from the cache folders what no sample of any of these jobs needs")
 

@@ -14,7 +14,7 @@ import torch
 
 from ..system.stopping import Stopped, never
 from .sources import Entry, Item, Source
-from .store import CacheStore, Stamp, claimed_batches
+from .store import CacheStore, claimed_batches
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +33,18 @@ def fill(
     on_progress: OnProgress = _say_nothing,
     should_stop: ShouldStop = never,
     *,
-    outdated: Mapping[str, Stamp] = {},
     on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[Item, str]:
     """Have what the source makes of every item in the store, encoding what is missing; equal content once. Item -> key.
 
     Args:
         on_progress: done and total count entries, whoever computed them.
-        outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
         on_begin: called when the encoder is loaded, from where its pace can be measured.
     Raises: what a source raises; Stopped; ValueError naming all files that cannot be read, behind the others;
         RuntimeError for entries that are not finite; OSError naming the file. What was encoded until then is kept.
     """
     key_of, done = source.keys_of(items), 0
     items_of = {key: item for item, key in key_of.items()}
-
-    def is_done(key: str) -> bool:
-        return key in store and (key not in outdated or store.stamp(key) != outdated[key])
 
     def add(count: int = 1) -> None:
         nonlocal done
@@ -60,7 +55,7 @@ def fill(
         if should_stop():
             raise Stopped(f"stopped after {done} of {len(items_of)} {source.what}; these are kept")
 
-    missing = {key: item for key, item in items_of.items() if not is_done(key)}
+    missing = {key: item for key, item in items_of.items() if key not in store}
     add(len(items_of) - len(missing))
     if not missing:
         return key_of
@@ -68,7 +63,7 @@ def fill(
     unreadable: list[str] = []
     with _in_use(source, f"{len(missing)} {source.what}", on_begin) as load:
         stop_if_requested()
-        shared = claimed_batches(store, missing, source.batch_size, is_done, add, stop_if_requested)
+        shared = claimed_batches(store, missing, source.batch_size, add, stop_if_requested)
         with closing(shared) as batches:
             for batch in batches:
                 for key, entry in _encode(source, {key: missing[key] for key in batch}, load, unreadable):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 State = Literal["whole", "missing", "damaged"]
-Stamp = tuple[int, int]  # number and time of a file; every writing makes a new file
 
 _CHECKSUM = "checksum"
 _KEY_NAME = "key"
@@ -82,18 +81,6 @@ class CacheStore:
         if header is None:
             return "damaged" if path.exists() else "missing"
         return "damaged" if _read_checked(path, header.metadata) is None else "whole"
-
-    def stamp(self, key: str) -> Stamp | None:
-        """What tells one writing of an entry from the next, whatever the clock says; None if it is not there."""
-        try:
-            status = self.path(key).stat()
-        except FileNotFoundError:
-            return None
-        return status.st_ino, status.st_mtime_ns
-
-    def stamps(self) -> dict[str, Stamp]:
-        """Of all entries."""
-        return {key: stamp for key in self.keys() if (stamp := self.stamp(key)) is not None}
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry, over a damaged one. Raises: ValueError for one without tensors; OSError naming the file."""
@@ -197,15 +184,13 @@ def claimed_batches(
     store: CacheStore,
     keys: Iterable[str],
     size: int,
-    is_done: Callable[[str], bool],
     on_found: Callable[[], None],
     stop_if_requested: Callable[[], None],
 ) -> Generator[list[str], None, None]:
     """Entries to compute and store now, up to `size` at a time, claimed until the next are requested; ends when every
-    entry is done, by whomever, or was handed out. is_done: of a claimed entry. on_found: called for each that turned
-    out to be done. stop_if_requested: called before every batch and while waiting; raises to stop."""
-    remaining = list(keys)
-    num_said = 0
+    entry is done, by whomever, or was handed out. on_found: called for each that turned out to be done. stop_if_requested:
+    called before every batch and while waiting; raises to stop."""
+    remaining, num_said = list(keys), 0
     while remaining:
         queue, remaining, has_worked = deque(remaining), [], False
         while queue:
@@ -216,7 +201,7 @@ def claimed_batches(
                     claim = store.claim(key)
                     if claim is None:
                         remaining.append(key)
-                    elif is_done(key):
+                    elif key in store:
                         claim.release()
                         on_found()
                     else:
@@ -264,7 +249,7 @@ def _read_checked(path: Path, metadata: Mapping[str, str]) -> dict[str, torch.Te
         if _checksum(tensors, metadata.get(_KEY_NAME, "")) == metadata[_CHECKSUM]:
             return tensors
     now = _read_header(path)
-    if now is not None and now.metadata != metadata:  # written anew between the two reads, by --regenerate say
+    if now is not None and now.metadata != metadata:  # written anew between the two reads by another process
         return _read_checked(path, now.metadata)
     logger.warning("cache entry %s is damaged (checksum differs) and will be computed again", path)
     with contextlib.suppress(OSError):  # else `in` would keep calling it whole; where it cannot go, put writes over it

@@ -20,7 +20,7 @@ from ..encoding.comfy_sources import ComfyLatents
 from ..encoding.encode import fill, never
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Source
-from ..encoding.store import CacheStore, Stamp, State
+from ..encoding.store import CacheStore, State
 from ..events import EventLog
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import read_latents, read_text, with_silence
@@ -145,14 +145,11 @@ def fill_cache(
     events: EventLog,
     should_stop: Callable[[], bool] = never,
     encoders: ComfyEncoders = NO_ENCODERS,
-    *,
-    outdated: Mapping[str, Stamp] = {},
 ) -> dict[Any, Any]:
     """Compute what this part of the cache does not hold yet; text encoders or VAE are freed before this returns.
 
     Args:
         encoders: those that cache.text_source and cache.latent_source name, if something may have to be computed.
-        outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
     Returns: the entries of each caption, one of every text encoder, or the entry of each image request or condition.
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
         naming the images that cannot be read. What was done stays in the cache.
@@ -161,9 +158,8 @@ def fill_cache(
         return {}
     events.emit("phase", name=part)
     pace, store, (items, sources) = Pace(), cache_store(plan.job), _work(plan, part, encoders)
-    options: dict[str, Any] = {"outdated": outdated, "on_begin": pace.restart}
     tell = tell_progress(events, pace)
-    made = [fill(items, source, store, tell, should_stop, **options) for source in sources]
+    made = [fill(items, source, store, tell, should_stop, on_begin=pace.restart) for source in sources]
     if part == "captions":
         return {caption: tuple(keys[caption] for keys in made) for caption in items}
     if part == "latents":

@@ -281,7 +281,7 @@ _CARDS += ("99999999x24GB", "24GB,", "24TB@1@1", "2x", "x24GB", "1e-30GB", "24GB
 _LINES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("usage",): (
         "nonsense", "train", "train a b", "check job.toml --nonsense", "cache job.toml --only x", "run", "doctor x",
-        "-v", "plan --model flux2-dev --cards 24GB --quantize int3", "cache job.toml --verify --regenerate",
+        "-v", "plan --model flux2-dev --cards 24GB --quantize int3", "cache job.toml --verify --prune",
         "run model/tokenizer/tokenizer.json --timeout x",
     ),
     ("cannot be read", "ordinary file"): ("train .", "train ''"),

@@ -54,7 +54,7 @@ def test_a_cache_is_stopped_through_the_folder_of_any_job_and_not_by_what_is_lef
     asked.ask("stop")
     begun = []
 
-    def fill(plan, part, events, should_stop, encoders, *, outdated):
+    def fill(plan, part, events, should_stop, encoders):
         begun.append((Path(plan.job.output.folder).name, part))
         if begun[-1] == ("two", "captions"):
             asked.ask("stop")

@@ -36,7 +36,7 @@ def store(tmp_path):
 
 def _batches(store, keys=KEYS, found=None, stop=lambda: None, size=1):
     on_found = (lambda: None) if found is None else (lambda: found.append(1))
-    return claimed_batches(store, keys, size, lambda key: key in store, on_found, stop)
+    return claimed_batches(store, keys, size, on_found, stop)
 
 
 def _hold_elsewhere(store, key):

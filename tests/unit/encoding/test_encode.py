@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import os
 import shutil
 import weakref
 
@@ -121,26 +120,6 @@ def test_equal_captions_are_encoded_once(encoders, tmp_path):
     cleaned = dataclasses.replace(T5, zero_padding=True)  # "a " and "a" are one text for it
     keys, computed = _encode(["a", " a "], encoders, CacheStore(tmp_path / "cache"), specs=(cleaned,))
     assert computed == 1 and keys["a"] == keys[" a "]
-
-
-@pytest.mark.parametrize("date_s", [1000, 1_000_000_000, 5_000_000_000])
-def test_outdated_entries_are_computed_again_whatever_their_dates_and_once(encoders, tmp_path, date_s):
-    store = CacheStore(tmp_path / "cache")
-    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
-    for key in store.stamps():
-        os.utime(store.path(key), (date_s, date_s))
-    outdated = {keys[caption]: store.stamp(keys[caption]) for caption in CAPTIONS[:4]}
-    assert _done_of(store, encoders, outdated) == [6, 7, 8, 9, 10]
-    assert _done_of(store, encoders, outdated) == [10]
-    outdated = store.stamps()
-    store.put(keys[CAPTIONS[0]], store.get(keys[CAPTIONS[0]]))  # as another process may
-    assert _done_of(store, encoders, outdated)[0] == 1
-
-
-def _done_of(store, encoders, outdated):
-    seen = _Counter()
-    encode_captions(CAPTIONS, (CLIP,), encoders, "cpu", torch.float32, store, seen, outdated=outdated)
-    return [done for done, _, _ in seen.calls]
 
 
 def test_the_pace_is_measured_from_when_an_encoder_begins(encoders, tmp_path):

@@ -93,18 +93,6 @@ def test_only_one_part(job, calls, capsys):
     assert "captions 6/6" in capsys.readouterr().out
 
 
-def test_regenerate_computes_all_again_and_gives_the_same_bytes(job, tmp_path, calls):
-    main(["cache", job])
-    before = _entries(tmp_path)
-    for entry in (tmp_path / "cache").rglob("*.safetensors"):
-        os.utime(entry, (2**33, 2**33))  # a clock that was wrong, or files from another computer
-    _counts(calls)
-    assert main(["cache", job, "--regenerate", "--only", "captions"]) == 0 and _counts(calls) == (NUM_TEXTS, 0)
-    assert main(["cache", job, "--regenerate"]) == 0 and _counts(calls) == (NUM_TEXTS, NUM_IMAGES)
-    assert main(["cache", job]) == 0 and _counts(calls) == (0, 0)
-    assert _entries(tmp_path) == before
-
-
 @pytest.mark.parametrize("name", ["SIGINT", *(pytest.param(e, marks=pytest.mark.long) for e in ("SIGTERM", "SIGHUP"))])
 def test_a_signal_to_stop_keeps_what_is_done(job, calls, capsys, monkeypatch, name):
     count_and_encode = TextEncoder.encode_batch
