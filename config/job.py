@@ -293,7 +293,7 @@ def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
 
 
 # What a resumed run may change, but not one rank alone: it says when ranks exchange, and which weights they share.
-_AGREED = {"parallel.strategy", "parallel.shard_degree", "evaluation.every_steps", "output.save_every_steps"}
+_AGREED = {"parallel.strategy", "evaluation.every_steps", "output.save_every_steps"}
 STOCK_FILES = {"cache.stock_clip", "cache.stock_vae", "cache.stock_audio_vae", "cache.stock_vision"}
 _OF_A_MACHINE = {"cache.vae_device", *STOCK_FILES}
 

@@ -97,7 +97,7 @@ class SplitConfig:
 
 
 # With a new name the type checker reports each `match` that does not know it.
-Strategy = Literal["none", "pipeline", "data", "tokens", "fsdp", "hsdp"]
+Strategy = Literal["none", "pipeline", "data", "tokens", "fsdp"]
 
 
 # Where each says what it is, or no job with it is read: all questions below go by it.
@@ -107,7 +107,6 @@ _KINDS: dict[Strategy, str] = {
     "data": "copies",
     "tokens": "rows",
     "fsdp": "shards",
-    "hsdp": "shards",
 }
 
 
@@ -143,12 +142,11 @@ class ParallelConfig:
             each microbatch, each a share of its tokens; for ComfyUI's classes. It halves what two cards keep of a long
             clip. auto takes the fastest of none, pipeline, data and tokens. Needs two or more GPUs of one kind, and all
             but tokens gradient_accumulation_steps above 1. A run with data or tokens is resumed as it began, unless it
-            is continued. fsdp and hsdp are for several processes with one device each: every process keeps a share of
-            the weights (fsdp), or the processes of each machine share one copy (hsdp). Then auto takes fsdp where one
-            device does not hold the model.
+            is continued. fsdp: several processes with one device each keep a share of the weights; auto takes it where
+            one device does not hold the model.
         microbatches_ahead: Microbatches that a device of a pipeline may hold beyond what 1F1B needs; more takes memory.
         processes: Processes of this machine that train the job, as --nproc says. No effect where torchrun starts them.
-        shard_degree: For hsdp: processes that share one copy of the weights. Left out: those of a machine.
+        shard_degree: Without effect, kept for older job files: fsdp shares weights among all processes.
         timeout_s: Seconds that a microbatch, a save and the like may take one of several processes until it is ended.
         hang_timeout_s: Without effect, kept for older job files: timeout_s says it.
     """
@@ -158,7 +156,7 @@ class ParallelConfig:
         is_free=True,
         was=("pipeline.schedule",),
         old_words={"1f1b": "pipeline", "gpipe": "pipeline", "replicas": "data"},
-        gone={"tensor": "training by tensor parallel"},
+        gone={"tensor": "training by tensor parallel", "hsdp": "sharing by machine"},
     )
     microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, is_free=True, was=("pipeline.ahead",))
     processes: Annotated[int, Range(1, 1000)] = setting(1, is_free=True)

@@ -29,7 +29,6 @@ from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
-from .ranks import mesh_of
 from .samples import make_sampler
 
 
@@ -106,7 +105,10 @@ def _assemble(plan: JobPlan, ranks: Ranks, cleanup: ExitStack) -> Assembled:
     if ranks.place.local_rank and execution.quantized_cache is not None:  # the first one of the machine fills it
         execution = replace(execution, quantized_cache=None)
     if shards_weights(execution.strategy):
-        assembled = assemble_sharded(plan.info, execution, attach, mesh_of(job, execution.strategy, ranks))
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(ranks.devices[0].type, (ranks.count,), mesh_dim_names=("shard",))
+        assembled = assemble_sharded(plan.info, execution, attach, mesh)
     else:
         assembled = assemble_for_training(plan.info, execution, attach)
     for each in assembled.parts:  # what is registered last is undone first
@@ -121,7 +123,7 @@ def _assemble(plan: JobPlan, ranks: Ranks, cleanup: ExitStack) -> Assembled:
 def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = None) -> Runner:
     """What computes the microbatches. ahead: of a pipeline."""
     match strategy:
-        case "none" | "fsdp" | "hsdp":
+        case "none" | "fsdp":
             return PlainAccumulation(assembled.model, assembled.split.main_device)
         case "pipeline":
             assert ahead is not None

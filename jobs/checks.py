@@ -235,7 +235,7 @@ def _num_bytes(path: str) -> int:
 
 # Settings -> those that they depend on, and the values of one with which they have an effect; () for any but none.
 _IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "parallel.hang_timeout_s train.cuda_graphs split.calibrate": ("", ()),  # of older versions
+    "parallel.hang_timeout_s parallel.shard_degree train.cuda_graphs split.calibrate": ("", ()),  # of older versions
     "schedule.min_factor": ("schedule.name", ("linear", "cosine")),
     "model.rotation": ("model.quantize", ("int8-compute", "auto")),
     "output.use_ema samples.use_ema": ("train.ema_decay", ()),
@@ -247,7 +247,6 @@ _IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "objective.min_snr_gamma": ("objective.loss_weighting", ("min_snr",)),
     "lora.alpha": ("lora.kind", ("lora", "lokr", "loha")),
     "cache.text_window_gb": ("cache.text_device", ("auto", "stream")),
-    "parallel.shard_degree": ("parallel.strategy", ("hsdp",)),
     "parallel.microbatches_ahead": ("parallel.strategy", ("auto", "pipeline")),
     "data.reference_megapixels": ("data.condition", ("reference",)),
     "data.keep_tags data.tag_variants": ("data.shuffle_tags data.tag_dropout", ()),

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from ..config.job import JobConfig, Resume, shared_settings
 from ..config.model import Strategy, shards_weights, shares_rows
 from ..config.setting import requested
@@ -191,7 +189,7 @@ def order_of(data: Iterable[CachedSamples | None]) -> str:
 
 # ---- how each rank trains its share
 
-# Where ranks share the weights (fsdp, hsdp), the planner plans one card with the whole model, larger by what the others
+# Where ranks share the weights (fsdp), the planner plans one card with the whole model, larger by what the others
 # hold of it, less one block: FSDP has a third gathered for a moment, and NCCL's buffers are in no forecast.
 
 
@@ -233,7 +231,7 @@ def resolve_here(
     *,
     is_to_train: bool = True,
 ) -> Resolution:
-    """See resolve; of several ranks for this one's devices, and then the strategy may be fsdp or hsdp, too."""
+    """See resolve; of several ranks for this one's devices, and then the strategy may be fsdp, too."""
     strategy = job.parallel.requested
     if not ranks.is_launched:
         if shards_weights(strategy) and is_to_train:
@@ -275,7 +273,7 @@ def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, stra
 
     def plan() -> TrainingPlan | None:
         try:
-            found = plan_shared(own, subject, smallest, shard_degree(own, strategy, ranks))
+            found = plan_shared(own, subject, smallest, ranks.count)
         except NoForecast as error:
             _log.warning("every block is recomputed unless the job says otherwise: %s", error.reason)
             return None
@@ -318,13 +316,13 @@ def _resolve_as(
     if is_sharded:
         if fault := _why_not_sharded(job, ranks):
             raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
-        degree, scheme = shard_degree(job, strategy, ranks), requested(own.model.quantize) or "none"
-        _, needed = share_of(*held_bytes(replace(own.model, quantize=scheme), subject), degree)
+        scheme = requested(own.model.quantize) or "none"
+        _, needed = share_of(*held_bytes(replace(own.model, quantize=scheme), subject), ranks.count)
         free = free_bytes(ranks.devices[0])
         if free is not None and needed > _FREE_SHARE * free:
             sizes = f"{needed / 1e9:.1f} GB of {ranks.devices[0]}, where {free / 1e9:.1f} GB are free"
             helps = 'start more processes, or use model.quantize = "int8-compute"'
-            raise ValueError(f"the weights that {degree} processes share take {sizes}; {helps}")
+            raise ValueError(f"the weights that {ranks.count} processes share take {sizes}; {helps}")
     found = resolve(own, subject, machine)
     execution = replace(found.execution, strategy=strategy) if strategy and is_sharded else found.execution
     whole = replace(found.job, split=job.split, train=job.train, parallel=job.parallel)
@@ -352,40 +350,16 @@ def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> Job
 
 def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
     """What keeps processes from sharing the weights, and what would work; "" if nothing does."""
-    scheme = requested(job.model.quantize)
+    scheme, count = requested(job.model.quantize), len(ranks.devices)
+    is_cut, moves = scheme not in ("fp8", "int8", "stored"), job.train.offload_activations == "on"
     faults = {
-        f"each process has {len(ranks.devices)} devices; start one process per device": len(ranks.devices) != 1,
-        f'model.quantize = "{scheme}" keeps rows that are not cut; use "int8-compute" or "none"': (
-            scheme in ("fp8", "int8", "stored")
-        ),
+        f"each process has {count} devices; start one process per device": count != 1,
+        f'model.quantize = "{scheme}" keeps rows that are not cut; use "int8-compute" or "none"': not is_cut,
         "lora.dora = true asks for norms of whole weights; set it to false": job.lora.dora,
-        'train.offload_activations = "on" is for blocks that stay on their device; set it to "off"': (
-            requested(job.train.offload_activations) == "on"
-        ),
+        'train.offload_activations = "on" is for blocks that stay on their device; set it to "off"': moves,
         "split.offloaded_blocks asks for blocks that stream from host memory; remove it": any(
             job.split.offloaded_blocks
         ),
-        **{f"{asked} is not trained so; remove it": "fsdp" not in known for asked, known in job.limits},
+        **{f"{key} is not trained so; remove it": "fsdp" not in known for key, known in job.limits},
     }
     return next((text for text, is_so in faults.items() if is_so), "")
-
-
-def shard_degree(job: JobConfig, strategy: Strategy | None, ranks: Ranks) -> int:
-    """How many ranks share one copy of the weights. Raises: ValueError for a number that does not divide theirs."""
-    if strategy != "hsdp":
-        return ranks.count
-    degree = job.parallel.shard_degree or ranks.place.num_local
-    if ranks.count % degree:
-        raise ValueError(f"parallel.shard_degree = {degree} does not divide {ranks.count} processes; give a divisor")
-    return degree
-
-
-def mesh_of(job: JobConfig, strategy: Strategy, ranks: Ranks) -> Any:
-    """The DeviceMesh over which weights are sharded, and for hsdp copied."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    degree = shard_degree(job, strategy, ranks)
-    kind = torch.device(ranks.devices[0]).type
-    if degree == ranks.count:
-        return init_device_mesh(kind, (ranks.count,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (ranks.count // degree, degree), mesh_dim_names=("replicate", "shard"))

@@ -49,7 +49,7 @@ from devicebridge.tests.comfy.trained_families import small_adapter  # noqa: E40
 from devicebridge.training.loop import Trainer  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-SHARED: dict[str, Any] = {"train": TWO, "parallel": {"strategy": STRATEGY, "shard_degree": 2 * (STRATEGY == "hsdp")}}
+SHARED: dict[str, Any] = {"train": TWO, "parallel": {"strategy": STRATEGY}}
 
 
 def refuse_whole(trainer: Trainer) -> None:

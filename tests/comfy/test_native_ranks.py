@@ -79,9 +79,3 @@ def test_processes_that_share_the_weights_compute_what_one_does(name: str, found
     assert ENDED not in found[name], found[name][ENDED]
     assert found[name] == {step: known[step] for step in found[name]}
     assert not found[name].get("shared") and not found[name].get("resumed")
-
-
-@pytest.mark.long
-def test_four_processes_hold_two_copies(comfyui: Path, tmp_path: Path) -> None:
-    (faults,) = _run(comfyui, tmp_path, "hsdp", ("SDXL",), 4).values()
-    assert not any(faults.values()), faults
