@@ -188,8 +188,8 @@ def claimed_batches(
     stop_if_requested: Callable[[], None],
 ) -> Generator[list[str], None, None]:
     """Entries to compute and store now, up to `size` at a time, claimed until the next are requested; ends when every
-    entry is done, by whomever, or was handed out. on_found: called for each that turned out to be done. stop_if_requested:
-    called before every batch and while waiting; raises to stop."""
+    entry is done, by whomever, or was handed out. on_found: called for each that turned out to be done.
+    stop_if_requested: called before every batch and while waiting; raises to stop."""
     remaining, num_said = list(keys), 0
     while remaining:
         queue, remaining, has_worked = deque(remaining), [], False
