@@ -161,14 +161,11 @@ def plan_placement(
     capacity: Sequence[float | None] = (),
 ) -> Placement:
     """Cut the blocks into consecutive runs, one per device, so that the most loaded device has the least to carry.
-
-    Args:
-        blocks, devices: in execution order. Each device gets at least one block while there are enough.
-        block_cost: what is balanced, bytes or FLOPs per block. main_cost: what the main device carries besides.
-        block_bytes, main_bytes: weights, checked against the budget; the cost is taken for bytes if left out.
-        capacity: how much each device can carry, in any unit; loads are compared relative to it. () is all alike.
-    Raises: ValueError if no cut fits the budgets; it names need and limit in GB.
-    """
+    Args: blocks, devices: in execution order. Each device gets at least one block while there are enough. block_cost:
+    what is balanced, bytes or FLOPs per block. main_cost: what the main device carries besides. block_bytes,
+    main_bytes: weights, checked against the budget; the cost is taken for bytes if left out. capacity: how much each
+    device can carry, in any unit; loads are compared relative to it. () is all alike. Raises: ValueError if no cut fits
+    the budgets; it names need and limit in GB."""
     sizes = [int(cost) for cost in block_cost] if block_bytes is None else list(block_bytes)
     assert devices and blocks and len(blocks) == len(block_cost) == len(sizes), "a cost and a size for each block"
     used = list(devices[: len(blocks)])
@@ -202,13 +199,10 @@ def find_cuts(
     cost: Callable[[Sequence[Stage]], Any],
     bounds: Sequence[int] = (),
 ) -> list[Stage] | None:
-    """The stages of the cheapest cut into one run of blocks per device; None if no cut fits. A dynamic programme.
-
-    Args:
-        stage_of: what a device does with blocks [start, end); None if they do not fit it.
-        cost: of the first stages, to be compared. It may not fall with one more, nor turn the order of two beginnings.
-        bounds: where the user cuts, ends included.
-    """
+    """The stages of the cheapest cut into one run of blocks per device; None if no cut fits. A dynamic programme. Args:
+    stage_of: what a device does with blocks [start, end); None if they do not fit it. cost: of the first stages, to be
+    compared. It may not fall with one more, nor turn the order of two beginnings. bounds: where the user cuts, ends
+    included."""
     best: dict[int, tuple[Any, list[Stage]]] = {0: (None, [])}  # by blocks placed
     for index in range(num_devices):
         last = num_blocks - (num_devices - 1 - index)

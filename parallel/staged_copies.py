@@ -28,12 +28,9 @@ def copies_between(devices: Sequence[torch.device]) -> SideStreams:
 class SideStreams:
     """A pair of streams for the copies from each card to each other one: torch's own copy would wait for all work of
     the target's current stream, which may be another forward's. To be kept from run to run, since memory that was freed
-    on a stream is only handed out again there. A pair is one thread's at a time.
-
-    Args:
-        staged: pairs that go through pinned host memory, piece by piece; None for all. The source's copy engine fills
-            one of two buffers while the target's empties the other.
-    """
+    on a stream is only handed out again there. A pair is one thread's at a time. Args: staged: pairs that go through
+    pinned host memory, piece by piece; None for all. The source's copy engine fills one of two buffers while the
+    target's empties the other."""
 
     def __init__(self, staged: Collection[Pair] | None = (), piece_bytes: int = PIECE_BYTES) -> None:
         self.pairs: dict[Pair, tuple[Any, Any]] = {}  # the stream that reads the source, the one that writes the target

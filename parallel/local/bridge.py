@@ -1,8 +1,6 @@
 """Brings what a block is called with to the device of the block (docs/decisions/0001-one-process-many-devices.md).
-
 torch calls no hook for KeyboardInterrupt, so `end` restores what a block left behind. Hooks are not compiled: the
-compiler would keep a copy for all forwards.
-"""
+compiler would keep a copy for all forwards."""
 
 from __future__ import annotations
 
@@ -45,18 +43,13 @@ class Traffic:
 
 
 class Bridge:
-    """Brings activations to blocks that live on several devices.
-
-    Args:
-        blocks: block -> its device, in execution order. main_device: of everything else.
-        tail: modules after the last block; what they are called with is brought to tail_device.
-        tail_device: where the last block's output goes; None for the main device.
-        transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
-            block's output back to the main device.
-        passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
-        per_device: names of keyword arguments with an object that blocks share computed tensors through. Any
-            further device gets one of its own for the length of a forward: the object's class called without arguments.
-    """
+    """Brings activations to blocks that live on several devices. Args: blocks: block -> its device, in execution order.
+    main_device: of everything else. tail: modules after the last block; what they are called with is brought to
+    tail_device. tail_device: where the last block's output goes; None for the main device. transport: "stream" leaves
+    activations on a device until the next device's first block; "relay" brings every block's output back to the main
+    device. passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
+    per_device: names of keyword arguments with an object that blocks share computed tensors through. Any further device
+    gets one of its own for the length of a forward: the object's class called without arguments."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
 """Data parallel in one process: every device holds a copy of the whole model, and the microbatches are distributed.
-
 Behind a step the first replica's device adds up gradients in the order of devices. Against one device they differ by
-the order of summation, and dropout draws other masks. Reasons: docs/decisions/0010-replicas.md.
-"""
+the order of summation, and dropout draws other masks. Reasons: docs/decisions/0010-replicas.md."""
 
 from __future__ import annotations
 

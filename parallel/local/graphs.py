@@ -1,14 +1,10 @@
 """Work of several cards, such as a block that each computes a part of, replayed as one CUDA graph for all cards.
 
-Where kernels are short the cards wait for the host. A graph does what it did when it was recorded, so a mistake would
-be a silently wrong picture:
-
-- It holds for one set of shapes, of plain values, and of those transformer_options that the block looked up.
-- Weights are read where they lie; before every replay their addresses are compared.
-- When it is recorded the block also runs without, and every card must give the same bits. Else nothing is recorded for
-  the model any more, and one line in the log says why.
-- Nothing is recorded where other people's code may run between or inside blocks, and nothing with gradients.
-- Attributes of layers, and functions that blocks call, are taken to stay as they were.
+Where kernels are short the cards wait for the host. A wrong replay would be a silently wrong picture, so a graph holds
+for one set of shapes, of plain values, and of those transformer_options that the block looked up, and for weights at
+the same addresses. When it is recorded the block also runs without, and every card must give the same bits. Else, or
+with other people's code inside, or with gradients, nothing is recorded. Attributes of layers, and functions that blocks
+call, are taken to stay as they were.
 """
 
 from __future__ import annotations

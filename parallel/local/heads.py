@@ -1,8 +1,6 @@
-"""How keys and values travel between ranks: by groups of heads, and in 8 bits where links are slow.
-
-Heads are computed one by one, so the sums are those of one group; a kernel that is chosen by the number of heads may
-round others. In 8 bits a rank's own rows stay exact.
-"""
+"""How keys and values travel between ranks: by groups of heads, and in 8 bits where links are slow. Heads are computed
+one by one, so the sums are those of one group; a kernel that is chosen by the number of heads may round others. In 8
+bits a rank's own rows stay exact."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """All cards of a split model train at once: microbatches follow each other through the stages, forwards and backwards.
-
 A stage's graph ends at its border: what crosses and needs a gradient arrives as the copy of a detached tensor, and a
 scalar stands where it left. Random numbers are drawn, and gradients summed, in the order of plain accumulation.
-Reasons: docs/decisions/0007-pipelined-training.md.
-"""
+Reasons: docs/decisions/0007-pipelined-training.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Several devices together compute each block of one forward, every device with its part of the weights.
-
-A hook on a block hands the same arguments to a thread per further device. Each device adds the partial sums of all, so
-all have the same bits. The next block finds them there, if it is handed the very tensor that this one returned.
-"""
+"""Several devices together compute each block of one forward, every device with its part of the weights. A hook on a
+block hands the same arguments to a thread per further device. Each device adds the partial sums of all, so all have the
+same bits. The next block finds them there, if it is handed the very tensor that this one returned."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Several ranks compute one forward, each with whole weights and its share of the rows (tokens).
-
-Attention, which the host has to lead to `TokenParallel.attend`, gathers keys and values of all ranks in the order of
-one card. Also called sequence or context parallelism, with all-gathered keys (Li et al. 2021, arXiv:2105.13120).
-"""
+"""Several ranks compute one forward, each with whole weights and its share of the rows (tokens). Attention, which the
+host has to lead to `TokenParallel.attend`, gathers keys and values of all ranks in the order of one card. Also called
+sequence or context parallelism, with all-gathered keys (Li et al. 2021, arXiv:2105.13120)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What one forward of a model shows of its blocks: how long everything is that they take, return and attend to.
-
-Several such forwards, of pictures and texts of several sizes, tell which lengths belong together (deriving.py).
-"""
+"""What one forward of a model shows of its blocks: how long everything is that they take, return and attend to. Several
+such forwards, of pictures and texts of several sizes, tell which lengths belong together (deriving.py)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Activation offload: what recomputed blocks keep is in host memory until their backward, instead of on their cards.
-
-It goes while later blocks compute, and comes back one block ahead of the backward, with the same bytes and strides.
-Reasons: docs/decisions/0008-blocks-from-host-memory.md.
-"""
+"""Activation offload: what recomputed blocks keep is in host memory until their backward, instead of on their cards. It
+goes while later blocks compute, and comes back one block ahead of the backward, with the same bytes and strides.
+Reasons: docs/decisions/0008-blocks-from-host-memory.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Copies between host memory and a device, beside what the device computes: streams, events and slots.
-
-A tensor that a copy stream uses is not recorded there (record_stream): tensors would pile up. Memory on the device is
-taken and given back on the computing stream, which waits for the last copy before. Without streams events are None.
-"""
+"""Copies between host memory and a device, beside what the device computes: streams, events and slots. A tensor that a
+copy stream uses is not recorded there (record_stream): tensors would pile up. Memory on the device is taken and given
+back on the computing stream, which waits for the last copy before. Without streams events are None."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Blocks that write in place (x += ...) where autograd has saved the old values: gradients made right, or refused.
-
-Each block is watched once per way of being called, for one forward more. From then on it gets copies of the arguments
-that it writes into, and of what autograd saves those tensors are copied that are written to later.
-"""
+"""Blocks that write in place (x += ...) where autograd has saved the old values: gradients made right, or refused. Each
+block is watched once per way of being called, for one forward more. From then on it gets copies of the arguments that
+it writes into, and of what autograd saves those tensors are copied that are written to later."""
 
 from __future__ import annotations
 

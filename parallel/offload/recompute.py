@@ -1,8 +1,6 @@
 """Blocks that are computed again for the backward, instead of keeping their activations (gradient checkpointing).
-
 torch.utils.checkpoint has Python hooks on every saved tensor, and sets the CPU's generator, which all threads share.
-Here a block is one autograd node. Only tensors among the positional arguments get gradients, at any depth.
-"""
+Here a block is one autograd node. Only tensors among the positional arguments get gradients, at any depth."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Weight offload: blocks that do not fit their card keep their weights in host memory and pass them through two slots.
-
 The base is frozen, so nothing is copied back. Between visits a module has its host tensors: names, state dict and sizes
-are as ever. A block has one pinned buffer: buffers per layer could share pages, which cannot be pinned twice.
-"""
+are as ever. A block has one pinned buffer: buffers per layer could share pages, which cannot be pinned twice."""
 
 from __future__ import annotations
 

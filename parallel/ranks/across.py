@@ -1,8 +1,6 @@
 """Data parallel between processes: each rank computes its share of a step's microbatches, gradients are added up once.
-
 Gradients and losses of all ranks go through one flat all-reduce, so LoRAs stay equal bit for bit. What is drawn on a
-device (dropout) has its own stream for every microbatch; between runs all have the same, for optimizers that draw.
-"""
+device (dropout) has its own stream for every microbatch; between runs all have the same, for optimizers that draw."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """What the processes of a job (its ranks) say to each other: agree, wait, share, add up. torch.distributed underneath.
-
 Every method that says "all ranks" must be called by all of them, in the same order. Gradients travel through the
-backend of their device, everything else through a group of gloo, where a rank may wait for hours.
-"""
+backend of their device, everything else through a group of gloo, where a rank may wait for hours."""
 
 from __future__ import annotations
 

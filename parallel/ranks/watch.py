@@ -1,8 +1,6 @@
 """Ends a process that would wait for ever: it hangs, another rank does, or the launcher that started it is gone.
-
 faulthandler ends a rank whose work takes longer than `timeout_s`; torchrun then ends the others. Lost ranks of this
-machine are killed, so that whoever is inside a collective with them comes out and saves.
-"""
+machine are killed, so that whoever is inside a collective with them comes out and saves."""
 
 from __future__ import annotations
 
@@ -49,8 +47,7 @@ class Watch:
     @contextmanager
     def doing(self, *, is_long: bool = False) -> Iterator[None]:
         """Inside, this rank does work, and is ended if it does not come out. is_long: half an hour is no hang: it
-        loads, connects, compiles or decodes.
-        """
+        loads, connects, compiles or decodes."""
         yield from self._within((max(_LONGEST_S, self._timeout_s) if is_long else self._timeout_s) + self._extra_s)
 
     @contextmanager
