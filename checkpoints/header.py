@@ -13,6 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import torch
+
 from ..quantization.stored import PACKINGS, ROWS
 from ..system.files import expect, parse_json_object, read_json_object
 
@@ -25,12 +27,14 @@ EIGHT_BIT_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 _LENGTH_BYTES = 8  # little-endian
 LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 MOST_TENSORS = 50_000  # of a file; the largest models have a tenth of them
-_NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) sizes are not checked
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+FILE_TYPES = {  # as safetensors spells them
+    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)},
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (64, 32, 16, 8)},
+    **{torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.bool: "BOOL", torch.complex64: "C64"},
 }
+TORCH_TYPES = {**{name: dtype for dtype, name in FILE_TYPES.items()}, **dict.fromkeys(PACKINGS, torch.uint8)}
 _GGUF = "a GGUF file, which is read for the model that is trained alone; use a .safetensors file"
 _PICKLE = "a pickle; pickles are not read, convert it to safetensors"
 _SAVED = "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"
@@ -169,7 +173,8 @@ def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
     if not is_sound:
         raise ValueError(f"{file} is not a safetensors file: its entry {name!r} is malformed; {remedy}")
     num_bytes = found.end - found.start
-    expected = prod(found.shape) * _NUM_BYTES[found.dtype] if found.dtype in _NUM_BYTES else max(0, num_bytes)
+    known = None if found.dtype in PACKINGS else TORCH_TYPES.get(found.dtype)  # none of 4 and 6 bits
+    expected = prod(found.shape) * known.itemsize if known else max(0, num_bytes)
     if num_bytes != expected:
         raise ValueError(
             f"{file} is damaged: {name!r} should be {found.dtype} {list(found.shape)}, and has {num_bytes} bytes; "
@@ -211,7 +216,6 @@ _TYPES = {
     **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
     **{29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
-_PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
 WHAT_IS_READ = f"{', '.join(PACKINGS)}, F16, BF16 and F32 are read"
 
 
@@ -267,7 +271,7 @@ def read_open_header(stream: IO[bytes]) -> FileHeader:
     cursor = _Cursor(stream, size)
     try:
         settings, tensors = _read_gguf(cursor)
-        others = {name: each.dtype for name, each in tensors.items() if each.dtype not in (*PACKINGS, *_PLAIN_BYTES)}
+        others = {name: each.dtype for name, each in tensors.items() if each.dtype not in TORCH_TYPES}
         alignment = settings.get(_ALIGNMENT, 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
             raise ValueError(f"its alignment is {alignment!r}")
@@ -336,7 +340,7 @@ def _tensor(cursor: _Cursor, name: str, stored: tuple[int, ...], given: Any) -> 
         is_whole = len(shape) > 1 and prod(shape[1:]) % packed.values == 0
         dtype = kind if is_whole else "F32"
         return TensorEntry(dtype, shape, start, start + packed.row_bytes(count), packing=kind)
-    return TensorEntry(kind, shape, start, start + count * _PLAIN_BYTES.get(kind, 0))
+    return TensorEntry(kind, shape, start, start + count * (TORCH_TYPES[kind].itemsize if kind in TORCH_TYPES else 0))
 
 
 def _aligned(place: int, alignment: int) -> int:

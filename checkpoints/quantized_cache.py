@@ -26,12 +26,11 @@ from ..quantization.quantize import ROUNDINGS, QuantizeSettings, Stored8
 from ..system.files import TEMPORARY_SUFFIX, sync_folder
 from .checkpoint import CheckpointInfo
 from .fingerprint import file_fingerprint, settings_fingerprint
-from .header import TensorRecord, read_header
+from .header import FILE_TYPES, TensorRecord, read_header
 from .quantized_files import read_scales
 
 _log = logging.getLogger(__name__)
 
-_TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.float32: "F32"}
 _ENTRY_BYTES = 140  # of the header, for a tensor besides its name
 _UNFINISHED = re.compile(rf"^\.[\w.-]+-[0-9a-f]{{20}}(\.safetensors)?\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}$")
 _ABANDONED_S = 3600  # a run adds a layer within seconds
@@ -54,7 +53,8 @@ def open_cached(
         for name, record in found.items():
             if not name.endswith("_scale"):
                 shape, scale = info.tensors[name].shape, found[f"{name}_scale"]
-                if (record.shape, record.dtype, scale.shape) != (shape, _TYPES[settings.stored_dtype], (shape[0], 1)):
+                wanted = shape, FILE_TYPES[settings.stored_dtype], (shape[0], 1)
+                if (record.shape, record.dtype, scale.shape) != wanted:
                     raise ValueError(f"its {name} is {record.dtype} {list(record.shape)}")
                 records[name] = replace(record, scale=scale, rotation=settings.rotation_of(shape[1]))
         read_scales(records)
@@ -157,7 +157,7 @@ class QuantizedWriter:
             start = self._stream.tell() - 8 - self._room
             self._stream.write(tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().data)
             ends = [start, start + tensor.nbytes]
-            self._entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
+            self._entries[name] = {"dtype": FILE_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
 
     def _publish(self) -> None:
         assert self._stream is not None

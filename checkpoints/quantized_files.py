@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from ..quantization.eight_bit import make_rotation
 from ..quantization.quantize import FileFormat, QuantizeSettings, is_taken
 from ..quantization.stored import ROWS, make_convrot, restore
 from ..system.files import expect, parse_json_object
-from .header import FLOAT_TYPES, TensorRecord
+from .header import FLOAT_TYPES, TORCH_TYPES, TensorRecord
 from .model_files import describe_other
-from .weight_file import TORCH_TYPES, read_records
+from .weight_file import read_records
 
 METADATA_KEY = "_quantization_metadata"
 # ComfyUI's name of a format -> type of the weight, as safetensors spells it.
@@ -194,8 +193,8 @@ def dequantize(
     """restore (quantization/stored.py) of a record's values: 8-bit, of any shape, or packed rows. scale: float32 [N] or
     [1]; None for 1. Returns: of the record's shape, but for rows that were left out."""
     flat = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
-    block = record.convrot or record.rotation
-    matrix = (make_convrot if record.convrot else make_rotation)(block).to(values.device) if block else None
+    assert not record.rotation, "what the cache holds is taken as it is"
+    matrix = make_convrot(record.convrot).to(values.device) if record.convrot else None
     scale = None if scale is None else scale.reshape(-1, 1)
     plain = restore(flat, scale, matrix, record.packing, dtype)
     return plain.reshape(values.shape if record.packing == ROWS else (values.shape[0], *record.shape[1:]))

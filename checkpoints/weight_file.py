@@ -16,31 +16,21 @@ from typing import IO
 
 import torch
 
-from ..quantization.stored import PACKINGS, restore
+from ..quantization.stored import restore
 from ..system.files import write_atomically
-from .header import AGAIN, FileHeader, TensorRecord, read_file_header, read_open_header, refuse_no_file
+from .header import (
+    AGAIN,
+    FILE_TYPES,
+    TORCH_TYPES,
+    FileHeader,
+    TensorRecord,
+    read_file_header,
+    read_open_header,
+    refuse_no_file,
+)
 
 _PIECE_BYTES = 2**24  # of a copy
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
-TORCH_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    **dict.fromkeys(PACKINGS, torch.uint8),
-}
 
 
 def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
@@ -195,7 +185,6 @@ def refuse_zeros(path: Path, records: Mapping[str, TensorRecord]) -> None:
 def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
     """A safetensors file of tensors on the CPU as they come, one in memory at a time, atomically; numbers lie in front.
     Raises: OSError naming the file if the disk refuses; ValueError for a name that comes twice."""
-    types = {dtype: name for name, dtype in TORCH_TYPES.items() if name not in PACKINGS}
     entries: dict[str, tuple[str, list[int], int, int]] = {}  # type, shape, and where it begins and how long it is
     numbers = bytearray()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +195,7 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metad
                     raise ValueError(f"{path} would have {name} twice")
                 content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
                 start = spool.tell() if tensor.ndim else len(numbers)
-                entries[name] = types[tensor.dtype], list(tensor.shape), start, content.nbytes
+                entries[name] = FILE_TYPES[tensor.dtype], list(tensor.shape), start, content.nbytes
                 if tensor.ndim:
                     spool.write(content.data)
                 else:

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from ..checkpoints.header import TensorRecord, read_header, read_weight_map
+from ..checkpoints.header import TORCH_TYPES, TensorRecord, read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
 from ..checkpoints.model_files import first
-from ..checkpoints.weight_file import TORCH_TYPES, read_records
+from ..checkpoints.weight_file import read_records
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import synchronize
 from ..parallel.offload.copies import PinnedBuffer, Slot, Slots, SlotTensor, lay_out

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ....checkpoints.checkpoint import OF_PAIR, WAN_22, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
-from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
+from ....checkpoints.header import FLOAT_TYPES, TORCH_TYPES, TensorRecord, read_header
 from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
-from ....checkpoints.weight_file import TORCH_TYPES, read_records
+from ....checkpoints.weight_file import read_records
 from ....families import spec
 from ....families.comfy.conditions import VISION
 from ....families.comfy.native import NativeModel

@@ -15,8 +15,8 @@ from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization import stored
-from devicebridge.quantization.eight_bit import make_rotation
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, full_weight
+from devicebridge.quantization.stored import make_convrot
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.gguf_files import pack, write_gguf
 from devicebridge.tests.quantized import apply_quantization
@@ -230,48 +230,31 @@ def test_dequantizing_in_pieces_is_dequantizing_at_once(monkeypatch: pytest.Monk
     assert torch.equal(dequantize(values, None, record, torch.float32), values.float())
 
 
-def test_rotated_weights_are_rotated_back(tmp_path: Path) -> None:
-    """Ours by the matrix of quantization/eight_bit.py; ComfyUI's written out from its definition, sizes 4 to 256."""
-    weight = torch.randn(8, 256, dtype=torch.float64)
-    for block in (4, 16, 64, 256):
-        matrix = torch.ones(1, 1, dtype=torch.float64)
-        while matrix.shape[0] < block:
-            rows = [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]
-            matrix = torch.cat([torch.cat([sign * matrix for sign in row], 1) for row in rows])
-        matrix /= block**0.5
-        assert torch.equal(matrix @ matrix.t(), torch.eye(block, dtype=torch.float64))
-        _check_rotated_back(weight, matrix, convrot=block)
-        if block > 4:
-            _check_rotated_back(weight, make_rotation(block).double(), rotation=block)
-
-
-def _check_rotated_back(weight: torch.Tensor, matrix: torch.Tensor, **how: int) -> None:
-    rotated = torch.cat([piece @ matrix for piece in weight.split(matrix.shape[0], 1)], 1)
-    values, scale = _round(rotated, torch.int8, True)
-    record = TensorRecord(Path(), "x", (8, 256), "I8", **how)
-    found = dequantize(values, scale.float(), record, torch.float32)
-    expected = torch.cat([piece @ matrix.t() for piece in (values * scale).split(matrix.shape[0], 1)], 1)
-    assert torch.allclose(found.double(), expected, atol=1e-5)
-    assert (found - weight).norm() < 0.02 * weight.norm()
+def _convrot(block: int) -> torch.Tensor:
+    """ComfyUI's matrix, written out from its definition."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < block:
+        rows = [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]
+        matrix = torch.cat([torch.cat([sign * matrix for sign in row], 1) for row in rows])
+    return matrix / block**0.5
 
 
 def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Path) -> None:
-    tensors = _tensors("wan", "original")
-    _write(tmp_path / "model.safetensors", tensors, FORMATS["int8 rows"])
+    for block in (4, 16, 64, 256):
+        assert torch.equal(make_convrot(block).double(), _convrot(block))
+    _write(tmp_path / "model.safetensors", _tensors("wan", "original"), FORMATS["int8 rows"])
     written = load_file(tmp_path / "model.safetensors")
-    layer = "blocks.0.ffn.0"
-    note = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
-    written[f"{layer}.comfy_quant"] = _note(**note)
+    layer, name = "blocks.0.ffn.0", "blocks.0.ffn.net.0.proj"
+    written[f"{layer}.comfy_quant"] = _note(format="int8_tensorwise", convrot=True, convrot_groupsize=16)
     save_file(written, tmp_path / "model.safetensors")
     info = read_checkpoint(tmp_path / "model.safetensors")
-    name = "blocks.0.ffn.net.0.proj"
-    assert info.tensors[f"{name}.weight"].convrot == 16
-    exact = load_transformer(info, cpu, torch.bfloat16)
-    scale, values = written[f"{layer}.weight_scale"], written[f"{layer}.weight"]
-    assert not torch.equal(exact.get_submodule(name).weight, (values * scale).bfloat16())
-    rounded = load_transformer(info, cpu, torch.bfloat16, Quantizer(info.family, QuantizeSettings("int8")))
+    exact = load_transformer(info, cpu, torch.float32).get_submodule(name)
+    plain = (written[f"{layer}.weight"] * written[f"{layer}.weight_scale"]).double()
+    turned = torch.cat([piece @ _convrot(16).t() for piece in plain.split(16, 1)], 1)
+    assert torch.allclose(exact.weight.double(), turned, atol=1e-6)
     settings = QuantizeSettings("int8")
-    expected = Quantizer(info.family, settings).finish(name, exact.get_submodule(name))
+    rounded = load_transformer(info, cpu, torch.float32, Quantizer(info.family, settings))
+    expected = Quantizer(info.family, settings).finish(name, exact)
     assert torch.equal(rounded.get_submodule(name).weight, expected.weight)
 
 

@@ -10,8 +10,8 @@ from typing import IO, Any
 import pytest
 import torch
 from devicebridge.checkpoints import weight_file
-from devicebridge.checkpoints.header import FileHeader, TensorRecord, read_file_header
-from devicebridge.checkpoints.weight_file import TORCH_TYPES, load_tensors, open_weights, read_records, read_rows
+from devicebridge.checkpoints.header import TORCH_TYPES, FileHeader, TensorRecord, read_file_header
+from devicebridge.checkpoints.weight_file import load_tensors, open_weights, read_records, read_rows
 from devicebridge.tests.weight_files import write_raw
 from safetensors.torch import save_file
 
