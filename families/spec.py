@@ -366,8 +366,5 @@ class ModelFamily:
         """The one of this name. Users' names are looked up by registry.find_variant."""
         return next(variant for variant in self.variants if variant.name == name)
 
-    def timesteps_of(self, variant: Variant) -> TimestepSpec:
-        return variant.timesteps or self.timesteps
-
     def latent_of(self, variant: Variant) -> LatentSpec:
         return variant.latent or self.latent

@@ -152,17 +152,13 @@ class Shares:
     kv_heads: tuple[int, ...]
     width: int
 
-    @property
-    def num_devices(self) -> int:
-        return len(self.heads)
-
     def ranges(self, unit: Unit, size: int) -> list[Range]:
         """The range of each device in a part of this size. Raises: ValueError if the part cannot be cut so."""
         if unit == "features":
             total, least = sum(self.heads), min(self.heads)
             step = next((step for step in _ALIGNMENTS if size % step == 0 and size // step * least >= total), 0)
             if not step:
-                raise ValueError(f"{size} features cannot be divided among {self.num_devices} devices")
+                raise ValueError(f"{size} features cannot be divided among {len(self.heads)} devices")
             # Halves are rounded up, all of them: to the even number, a device between two halves would get nothing.
             ends = accumulate(self.heads, initial=0)
             return list(pairwise((2 * (size // step) * end + total) // (2 * total) * step for end in ends))

@@ -176,7 +176,7 @@ def forward_work(
         SampledBlock(model.get_submodule(name), side, how[0] if how else None, keys[name])
         for name, how in blocks.items()
     ]
-    num_cards = max((how[1].num_devices for how in blocks.values() if how), default=1)
+    num_cards = max((len(how[1].heads) for how in blocks.values() if how), default=1)
     return work_of(sampled, (num_tokens, NUM_TEXT_TOKENS), num_cards, sent_size)
 
 

@@ -66,7 +66,7 @@ class NoiseSchedule:
 def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant: Variant) -> NoiseSchedule:
     """The job's settings, else the family's. Raises: ValueError for an unknown shift preset, an expert of a model that
     has none, an empty range, or a weighting that is of other models."""
-    spec = family.timesteps_of(variant)
+    spec = variant.timesteps or family.timesteps
     sampling = settings.timestep_sampling or spec.sampling
     shift = spec.shift if settings.shift == "" else settings.shift
     if not isinstance(shift, str):

@@ -24,7 +24,7 @@ class ConditionWay:
         takes_control: a clip, or of a picture a picture, that shows what the sample follows.
         takes_first_frame: of the clip itself.
         reads_text: whether the text encoder is shown the references.
-        sees: whether CLIP vision is asked, where the job names one; of a video it sees the first frame.
+        sees: whether CLIP vision sees it, where the job names one; of a video it sees the first frame.
     """
 
     model: str

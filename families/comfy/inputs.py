@@ -10,15 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.nn.functional import interpolate, pad
 
 from ..spec import ComfyInputs, LatentSpec
 from .conditions import VISION
-
-if TYPE_CHECKING:
-    import torch
 
 SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W], of audio [C, T] or [C, H, T]
 # With a number behind: the further streams of a LATENT of several, such as a video's sound, [C, T, bins].
@@ -78,8 +76,6 @@ def read_song(text: str) -> tuple[str, dict[str, Any]]:
 
 def negative_prompt() -> dict[str, torch.Tensor]:
     """What says in a batch of one that its text is the negative one; of ComfyUI's own models SDXL's refiner asks."""
-    import torch
-
     return {f"{WORDS}prompt_type": torch.tensor([list(b"negative")], dtype=torch.uint8)}
 
 
@@ -106,8 +102,6 @@ def _streams(entry: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def read_latents(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Normalised latents of one sample, float32. [C, F, H, W]; several streams packed as ComfyUI does, [1, 1, 1, N]"""
-    import torch
-
     first, *others = (each.float() for each in _streams(entry))
     if others:
         return comfy.normalise(torch.cat([first.flatten(), *(each.flatten() for each in others)]).view(1, 1, 1, -1))
@@ -117,8 +111,6 @@ def read_latents(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> torch
 
 def with_silence(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """An entry of latents with zeros for the sound that the model must be given, where it has none."""
-    import torch
-
     sound = f"{MORE_SAMPLES}1"
     if comfy.silence is None or sound in entry:
         return entry
@@ -127,8 +119,6 @@ def with_silence(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> Mappi
 
 def streams_of(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """What says in a batch how its packed latents are taken apart; {} for latents of one stream. See STREAM."""
-    import torch
-
     streams = _streams(entries[0])
     if len(streams) == 1:
         return {}

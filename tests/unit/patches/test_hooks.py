@@ -6,7 +6,9 @@ import dataclasses
 import pytest
 import torch
 from devicebridge.patches.hooks import HookSet, map_tensors, parameters_on_meta
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 Named = collections.namedtuple("Named", "first second")
 
@@ -42,7 +44,7 @@ ONE = torch.ones(2)
 TWO = torch.full((2,), 2.0)
 
 
-def test_map_tensors_reaches_every_container():
+def test_map_tensors_reaches_every_container_and_leaves_the_original_alone():
     value = {
         "tuple": (ONE, 3), "named": Named(ONE, "x"), "list": [ONE, [ONE]], "frozen": Frozen(ONE, "n"),
         "open": Open(ONE), "slotted": Slotted(ONE, 5), "ordered": collections.OrderedDict(a=ONE), "none": None,
@@ -56,20 +58,9 @@ def test_map_tensors_reaches_every_container():
     assert torch.equal(out["slotted"].data, TWO) and out["slotted"].frames == 5
     assert isinstance(out["ordered"], collections.OrderedDict) and torch.equal(out["ordered"]["a"], TWO)
     assert out["none"] is None
-
-
-def test_map_tensors_reaches_model_outputs():
-    from diffusers.models.modeling_outputs import Transformer2DModelOutput
-    from transformers.modeling_outputs import BaseModelOutput
-
+    assert value["frozen"].shift is ONE and value["slotted"].data is ONE and value["list"][1] == [ONE]
     assert torch.equal(map_tensors(Transformer2DModelOutput(sample=ONE), double).sample, TWO)
     assert torch.equal(map_tensors(BaseModelOutput(last_hidden_state=ONE), double).last_hidden_state, TWO)
-
-
-def test_map_tensors_leaves_the_original_alone():
-    frozen, slotted, inner = Frozen(ONE, "n"), Slotted(ONE, 5), [ONE]
-    map_tensors([frozen, slotted, inner], double)
-    assert frozen.shift is ONE and slotted.data is ONE and inner == [ONE]
 
 
 def test_what_does_not_change_keeps_its_identity():
@@ -92,11 +83,15 @@ def test_map_tensors_passes_by_what_dicts_hold_under_a_name():
 def test_map_tensors_reaches_what_a_function_holds():
     def make(mask: torch.Tensor, parts: list[tuple[int, torch.Tensor]], options: dict[str, torch.Tensor]):
         def attend(x: torch.Tensor, *, scale: float = 3.0) -> torch.Tensor:
-            return x * scale * mask * parts[0][1] * options["kept"]
+            local = x * scale
+            return (lambda: local)() * mask * parts[0][1] * options["kept"]  # it shares a variable of its own
 
         return attend
 
     attend = make(ONE, [(0, ONE)], {"kept": ONE})
+    attend.__module__, attend.__qualname__ = "another.pack", "Pack.attend"
+    made = map_tensors(attend, double)
+    assert (made.__module__, made.__qualname__) == ("another.pack", "Pack.attend")
     assert torch.equal(map_tensors({"fn": attend}, double)["fn"](ONE), 12 * ONE)
     assert torch.equal(map_tensors(attend, double, {"mask"})(ONE, scale=1.0), TWO)
     assert torch.equal(attend(ONE), 3 * ONE)
@@ -125,21 +120,6 @@ def test_map_tensors_leaves_a_function_alone_that_sets_a_variable_of_its_maker(i
     add, total = make()
     map_tensors(add, double)(ONE)
     assert torch.equal(total(), TWO)
-
-
-def test_a_function_that_is_made_anew_keeps_its_names():
-    def make(mask: torch.Tensor):
-        def attend(x: torch.Tensor) -> torch.Tensor:
-            local = x * mask
-            return (lambda: local)()  # a variable of its own that it shares
-
-        return attend
-
-    attend = make(ONE)
-    attend.__module__, attend.__qualname__ = "another.pack", "Pack.attend"
-    made = map_tensors(attend, double)
-    assert torch.equal(made(ONE), TWO)
-    assert (made.__module__, made.__qualname__) == ("another.pack", "Pack.attend")
 
 
 def test_map_tensors_leaves_functions_that_hold_each_other_alone():

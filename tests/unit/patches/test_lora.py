@@ -110,14 +110,10 @@ def test_lora_follows_the_layer_it_adapts(use_dora):
     torch.testing.assert_close(on_cpu(x), expected)
 
 
-def test_parameters_in_place_keep_their_identity():
-    model = attach(Model())
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_in_place_keep_their_identity(device):
+    with torch.device(device):
+        model = attach(Model())
     before = {name: id(parameter) for name, parameter in lora_parameters(model).items()}
     place_lora_with_base(model)
     assert {name: id(parameter) for name, parameter in lora_parameters(model).items()} == before
-
-
-def test_a_model_wholly_on_meta_is_left_alone():
-    with torch.device("meta"):
-        model = attach(Model())
-    place_lora_with_base(model)

@@ -51,10 +51,10 @@ def make_input(dtype: torch.dtype, *, requires_grad: bool = True) -> tuple[torch
     return x, torch.randn(2, 20, NUM_OUT, generator=generator).to(dtype)
 
 
-def run(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
-    """Output and the gradients of x, A and B."""
+def run(layer: Any, x: torch.Tensor, grad: torch.Tensor, call: Any = None) -> list[torch.Tensor]:
+    """Output, of the layer or of what calls it, and the gradients of x, A and B."""
     weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    out = layer(x)
+    out = (layer if call is None else call)(x)
     return [out, *torch.autograd.grad(out, [x, *weights], grad)]
 
 
@@ -144,64 +144,51 @@ def _must_not_run(*args: Any) -> None:
     raise AssertionError("the fused function ran")
 
 
-def test_under_autocast_peft_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fused() -> Any:
+    (layer,) = apply_fused_lora(make_layer())
+    return layer
+
+
+def test_under_autocast_peft_decides(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
-    layer = make_layer()
-    apply_fused_lora(layer)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(make_input(torch.float32)[0]).dtype is torch.bfloat16
+        assert fused(make_input(torch.float32)[0]).dtype is torch.bfloat16
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
-    layer = make_layer()
-    apply_fused_lora(layer)
-    layer.lora_A["default"].weight.requires_grad_(False)
+def test_only_what_needs_a_gradient_gets_one(fused: Any) -> None:
+    fused.lora_A["default"].weight.requires_grad_(False)
     x, grad = make_input(torch.float32, requires_grad=False)
-    layer(x).backward(grad)
-    assert x.grad is None and layer.lora_A["default"].weight.grad is None
-    assert layer.lora_B["default"].weight.grad is not None and layer.base_layer.weight.grad is None
+    fused(x).backward(grad)
+    assert x.grad is None and fused.lora_A["default"].weight.grad is None
+    assert fused.lora_B["default"].weight.grad is not None and fused.base_layer.weight.grad is None
 
 
-def test_the_output_may_be_changed_in_place() -> None:
-    layer = make_layer()
-    apply_fused_lora(layer)
+def test_the_output_may_be_changed_in_place_and_a_copy_computes_with_its_own_weights(fused: Any) -> None:
     x, grad = make_input(torch.float32)
-    expected = torch.autograd.grad(layer(x) * 2, x, grad)
-    torch.testing.assert_close(torch.autograd.grad(layer(x).mul_(2), x, grad), expected, rtol=0, atol=0)
-
-
-def test_a_copy_computes_with_its_own_weights() -> None:
-    layer = make_layer()
-    apply_fused_lora(layer)
-    other = copy.deepcopy(layer)
+    expected = torch.autograd.grad(fused(x) * 2, x, grad)
+    torch.testing.assert_close(torch.autograd.grad(fused(x).mul_(2), x, grad), expected, rtol=0, atol=0)
+    other = copy.deepcopy(fused)
     with torch.no_grad():
-        other.base_layer.weight.zero_()
-        other.base_layer.bias.zero_()
-        other.lora_B["default"].weight.zero_()
-    x, _ = make_input(torch.float32)
-    assert not other(x).any() and layer(x).any()
+        for each in (other.base_layer.weight, other.base_layer.bias, other.lora_B["default"].weight):
+            each.zero_()
+    assert not other(x).any() and fused(x).any()
 
 
 def test_compiled_without_a_graph_break() -> None:
-    layer = make_layer(dtype=torch.bfloat16)
-    apply_fused_lora(layer)
+    (layer,) = apply_fused_lora(make_layer(dtype=torch.bfloat16))
     x, grad = make_input(torch.bfloat16)
-    expected = exact(layer, x, grad)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    out = compiled(x)
-    weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    found = [out, *torch.autograd.grad(out, [x, *weights], grad)]
-    assert max(error(a, b) for a, b in zip(found, expected, strict=True)) < LORA_BOUND[torch.bfloat16]
+    found = run(layer, x, grad, torch.compile(layer, backend="aot_eager", fullgraph=True))
+    errors = [error(a, b) for a, b in zip(found, exact(layer, x, grad), strict=True)]
+    assert max(errors) < LORA_BOUND[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_training_uses_it(name: str) -> None:
     model = TINY[name].make_model().requires_grad_(False)
     handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2), seed=0)
-    layers = [model.get_submodule(target) for target in handle.targets]
-    assert layers and all(
-        type(layer) is lora_linear._fused_class(LoraLinear, lora_linear._lora_output) for layer in layers
-    )
+    kinds = {type(model.get_submodule(target)) for target in handle.targets}
+    assert kinds == {lora_linear._fused_class(LoraLinear, lora_linear._lora_output)}
 
 
 # out_features, in_features, rank, factor; some with a full second matrix, some with a factorised one, none square
