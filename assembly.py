@@ -72,8 +72,7 @@ class ExecutionPlan:
 @dataclass(frozen=True)
 class Assembled:
     """A model ready to train. split.remove() takes the bridge off; weight_offload.remove() lets go of pinned memory,
-    before the model is dropped. replicas: the same on further devices; model calls all where they share out rows.
-    """
+    before the model is dropped. replicas: the same on further devices; model calls all where they share out rows."""
 
     model: nn.Module
     split: BlockSplit
@@ -94,8 +93,7 @@ class Assembled:
 
 
 def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
-    """Load a transformer straight onto its devices and make it trainable as the plan says; compiling that torch cannot
-    do is logged and left out. attach_adapter adds the LoRA in place."""
+    """Load a transformer onto its devices, ready to train. Compiling that torch cannot do is logged and left out."""
     placement = plan.placement
     # 1. Every tensor goes from the file to its device, for none could hold the whole model. A layer is quantized before
     #    the next is read, for the same reason, and before LoRA exists, which it must not catch. What will be in host

@@ -1,10 +1,8 @@
 """Whether a ComfyUI still has what this pack overrides, wraps, or calls and cannot do without; else its nodes refuse.
 Newer parameters that we leave out are no change, unless ComfyUI passes them to a function of ours. Functions that other
 packs have put in place of ComfyUI's are not judged. tests/comfy/comfyui_api.txt lists what else the code uses.
-
 `python compat.py FOLDER` asks a ComfyUI that does not run; the doctor starts it with that ComfyUI's own Python. This
-module imports nothing of ComfyUI's or of the pack's until it runs.
-"""
+module imports nothing of ComfyUI's or of the pack's until it runs."""
 
 from __future__ import annotations
 

@@ -101,8 +101,7 @@ def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) ->
 
 @contextlib.contextmanager
 def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Inside, a thread passes on what the server's log says of a split and of a training: which card gets what, the
-    loss. For comfy-cli is silent while a model loads."""
+    """Inside, a thread passes on what the log says of splits and trainings: comfy-cli is silent while a model loads."""
     is_over = threading.Event()
 
     def follow() -> None:
@@ -175,8 +174,7 @@ def _ask_comfy_cli() -> Path | None:
 
 
 def find_python(folder: Path, base: Path | None = None) -> Path:
-    """The Python that runs a ComfyUI: as COMFYUI_PYTHON says, its virtual environment's, the portable build's, else
-    this one."""
+    """The Python of a ComfyUI: as COMFYUI_PYTHON says, its virtual environment's, the portable build's, else this."""
     if os.environ.get("COMFYUI_PYTHON"):
         return Path(os.environ["COMFYUI_PYTHON"]).expanduser()
     inner = [f"{name}/{place}" for name in (".venv", "venv") for place in ("bin/python", "Scripts/python.exe")]

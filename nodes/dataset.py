@@ -26,6 +26,7 @@ def _read_fps(text: str) -> float | str:
 
 _IN_INPUT = "A folder in ComfyUI's input folder, or one that you allow; press R after you have made one."
 _PLACE = "In ComfyUI's input folder."
+_LINES = f"One per line. {_PLACE}"
 
 
 def _inputs() -> list[Socket | io.Input]:
@@ -48,22 +49,16 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("window", "data.window", **LATER),
         Socket("num_windows", "data.num_windows", **LATER),
         Socket("trigger_word", "data.trigger_word", placeholder="ohwx", optional=True),
-        Socket(
-            "caption_template",
-            "data.caption_template",
-            default="",
-            placeholder="a photo of {trigger}, {caption}",
-            **LATER,
-        ),
+        Socket("caption_template", "data.caption_template", default="", placeholder="{trigger}, {caption}", **LATER),
         Socket("loss_weight", "data.folders.loss_weight", step=0.01, **LATER),
         Socket("regularisation", "data.folders.regularisation", **LATER),
         Socket("default_caption", "data.folders.caption", **LATER),
         Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, **LATER),
         Socket("condition", "data.condition", read=read_file, **LATER, options=ways, default=NONE),
-        _references("references", "data.folders.references", "my_photos_before"),
+        Socket("references", "data.folders.references", _LINES, read=read_lines, example="my_photos_before", **LATER),
         Socket("control", "data.folders.control", _PLACE, default="", **LATER),
         Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, **LATER),
-        _references("evaluation_references", "evaluation.references", "my_held_out_before"),
+        Socket("evaluation_references", "evaluation.references", _LINES, read_lines, "my_held_out_before", **LATER),
         Socket("evaluation_control", "evaluation.control", _PLACE, default="", **LATER),
         Socket("caption_lines", "data.caption_lines", **LATER),
         Socket("shuffle_tags", "data.shuffle_tags", **LATER),
@@ -71,19 +66,6 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("tag_dropout", "data.tag_dropout", step=0.01, **LATER),
         Socket("tag_variants", "data.tag_variants", **LATER),
     ]
-
-
-def _references(id: str, key: str, example: str) -> Socket:
-    return Socket(
-        id,
-        key,
-        f"One per line. {_PLACE}",
-        read=read_lines,
-        default="",
-        multiline=True,
-        placeholder=f"{id}, such as: {example}",
-        **LATER,
-    )
 
 
 class TrainingDatasetNode(io.ComfyNode):

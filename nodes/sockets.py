@@ -28,12 +28,16 @@ _KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "
 class Socket:
     """A node's input for one setting ("section.key").
     note: what only this node has to say; None where all of it is the node's own text. read: makes the setting's value,
-    where the rules below do not. released: options that differ from what the setting says."""
+    where the rules below do not. example: of a line, where there may be several.
+    released: options that differ from what the setting says."""
 
-    def __init__(self, id: str, path: str, note: str | None = "", read: _Read | None = None, **released: Any) -> None:
+    def __init__(
+        self, id: str, path: str, note: str | None = "", read: _Read | None = None, example: str = "", **released: Any
+    ) -> None:
         self.id, self.key = id, job_keys()[path]
         self._note, self._read = note, read
         self._kind, self._options = _options_of(self.key)
+        self._options |= {"multiline": True, "placeholder": f"{id}, such as: {example}"} if example else {}
         self._options |= released
         if "options" in released:
             self._kind = io.Combo

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MOST_STEPS = 1_000_000
 _OPTIMIZERS = ["adamw", "adamw8bit", "prodigy", "adafactor", "came"]
-_RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder. A further run gets a number: <name>_2."
+_find_lora = partial(folders.find_component, "loras")
 
 
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.
 _INPUTS = (
     ModelSocket.Input("model"),
     DatasetSocket.Input("dataset"),
-    Socket("name", "output.name", _RUN_FOLDER, read=plain_name, default="my_lora"),
+    Socket("name", "output.name", None, read=plain_name, default="my_lora"),
     Socket("steps", "train.steps", default=1000, max=_MOST_STEPS),
     Socket("learning_rate", "optimizer.learning_rate", min=1e-8, step=1e-6, round=1e-9, advanced=True),
     Socket("rank", "lora.rank", advanced=True),
@@ -56,14 +56,7 @@ _INPUTS = (
     Socket("clip_norm", "train.clip_norm", max=1000.0, step=0.1, advanced=True),
     Socket("dropout", "lora.dropout", step=0.01, advanced=True),
     Socket("dora", "lora.dora", advanced=True),
-    Socket(
-        "targets",
-        "lora.targets",
-        "One pattern per line.",
-        multiline=True,
-        placeholder="targets, such as *.attn.to_q",
-        advanced=True,
-    ),
+    Socket("targets", "lora.targets", "One pattern per line.", example="*.attn.to_q", advanced=True),
     Socket("training_dtype", "lora.dtype", advanced=True),
     Socket("timestep_sampling", "objective.timestep_sampling", advanced=True),
     Socket("shift", "objective.shift", read=read_number_or_name, advanced=True),
@@ -77,28 +70,12 @@ _INPUTS = (
     Socket("offload_activations", "train.offload_activations", **LATER),
     Socket("cuda_graphs", "train.cuda_graphs", **LATER),
     io.Boolean.Input("background", default=False, **LATER),
-    Socket(
-        "sample_prompts",
-        "samples.prompts",
-        "One prompt per line. The node shows the newest picture; all are in the run folder.",
-        read=read_lines,
-        multiline=True,
-        placeholder="sample_prompts, such as: a photo of my subject on a beach",
-        optional=True,
-    ),
+    Socket("sample_prompts", "samples.prompts", None, read_lines, "a photo of my subject on a beach", optional=True),
     Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, **LATER),
     Socket("lora_kind", "lora.kind", **LATER),
     Socket("layers", "lora.layers", **LATER),
     Socket("lokr_factor", "lora.factor", **LATER),
-    Socket(
-        "start_from",
-        "lora.start_from",
-        "A name in models/loras, or a full path.",
-        read=partial(folders.find_component, "loras"),
-        default="",
-        placeholder="my_lora.safetensors",
-        **LATER,
-    ),
+    Socket("start_from", "lora.start_from", None, _find_lora, default="", placeholder="my_lora.safetensors", **LATER),
     Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, **LATER),
     Socket("kahan", "optimizer.kahan", **LATER),
     Socket("processes", "parallel.processes", None, max=64, **LATER),

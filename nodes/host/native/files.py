@@ -206,9 +206,8 @@ def _there(value: Any, what: str, path: str) -> Any:
 
 
 class KnownFiles(NamedTuple):
-    """What encodes a model's captions and images, by folder: "text_encoders" and "vae".
-    clip_type: what ComfyUI's CLIP loaders call type; "" for a model that nobody has listed.
-    names: in that folder, or a path; "" for one that is not there. patterns: that were looked for."""
+    """What encodes a model's captions and images, by folder: "text_encoders" and "vae". clip_type: "" for a model that
+    nobody has listed. names: in that folder, or a path; "" for one that is not there. patterns: looked for."""
 
     clip_type: str
     names: dict[str, tuple[str, ...]]

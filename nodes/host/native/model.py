@@ -42,8 +42,7 @@ _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the end
 
 class ComfyModel:
     """A model of ComfyUI's, of which nothing is loaded; HostModel says what the methods do.
-    config: what comfy.model_detection made of its file, with the type it computes in.
-    names: the file's tensors, without data, under the names ComfyUI's loader has for them, and their prefix."""
+    config: of comfy.model_detection, with the type it computes in. names: of the file's tensors, without data."""
 
     def __init__(self, config: Any, names: Mapping[str, Tensor], prefix: str, row: NativeModel) -> None:
         self._config, self._names, self._prefix, self._row = config, dict(names), prefix, row
@@ -83,9 +82,8 @@ class ComfyModel:
     def add_noise(
         self, latents: Tensor, noise: Tensor, times: Tensor, given: Mapping[str, Tensor] = {}
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
-        target = (data - D(0)) / (D(1) - D(0)): noise - data for flow, noise for eps, and v for v. A noise mask changes
-        what is noisy, not the target."""
+        """Noise by the model's own rule. target = (data - D(0)) / (D(1) - D(0)) of calculate_denoised, which is affine:
+        noise - data for flow, noise for eps, and v for v. A noise mask changes what is noisy, not the target."""
         steps = (min(max(1 - float(time), _LEAST), 1 - _LEAST) for time in times)
         sigmas = torch.tensor([float(self.sampling.percent_to_sigma(step)) for step in steps])
         wide, clean, noise_mask = sigmas.double(), latents.double(), given.get(inputs.NOISE_MASK)
