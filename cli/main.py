@@ -132,8 +132,10 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
 
     add = new("doctor", _doctor, "show devices, versions, and what will work here").add_argument
-    add("--json", **flag, help="print as JSON")
+    add("--bench", **flag, help="measure GPUs, links and blocks of three models in a minute, as a row of a table")
+    add("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
     add("--python", **python)
+    add("--blocks", action="store_true", **gone)  # in ComfyUI's Python
 
     more = "It derives them, proves them by small pictures, and prints rows of families/comfy; splits then take these."
     what = "show where the blocks and tokens of a model's class are"
@@ -181,10 +183,18 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .doctor import collect, report
+    if options.blocks:
+        from ..nodes.host.split.bench import print_blocks
 
+        return print_blocks()
+    if options.bench:
+        from .bench import collect, report
+    else:
+        from .doctor import collect, report
     facts = collect(options.python)
-    say(json.dumps(facts, indent=2) if options.json else report(facts))
+    say(json.dumps(facts, indent=2) if options.json == "-" else report(facts))
+    if options.json and options.json != "-":  # behind the report, which takes a minute and would be lost
+        Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
