@@ -141,9 +141,6 @@ def group_parts(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], l
     return layers, others
 
 
-# ---- whether these are whole layers that change something
-
-
 def _refuse_unsound(path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> None:
     changes = False
     for layer, own in names.items():
@@ -212,9 +209,6 @@ def _fault_of_numbers(kind: str, tensor: Tensor) -> str:
     if not torch.isfinite(tensor.float()).all():
         return "which is not finite"
     return "which is 0 and takes the layer away" if kind == "alpha" and not float(tensor) else ""
-
-
-# ---- the strength that metadata alone says
 
 
 class _Strength(NamedTuple):
@@ -325,9 +319,6 @@ def _peft_strength(source: str, values: Mapping[str, Any], module: str) -> _Stre
     return _Strength(alpha, rank, alpha / (math.sqrt(rank) if is_rslora else rank))
 
 
-# ---- the file's layers as those of the model
-
-
 class LayerNames:
     """How files name the linears of a model: as diffusers or the makers do, with dots or underscores."""
 
@@ -427,9 +418,6 @@ def kind_of(layer: Iterable[str]) -> str:
     """Its lora.kind, by the kinds of its tensors."""
     own = set(layer)
     return next((kind for kind, kinds in _OF_KIND.items() if not own.isdisjoint(kinds)), "lora")
-
-
-# ---- whether a job can go on from them
 
 
 def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str], settings: LoraSettings) -> None:

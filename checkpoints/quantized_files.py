@@ -63,8 +63,8 @@ class LayerFormat:
 def read_formats(
     path: Path, records: Mapping[str, TensorRecord], metadata: Iterable[Mapping[str, str]]
 ) -> dict[str, LayerFormat]:
-    """What the headers' metadata, with or without the model's prefix, and the comfy_quant tensors say, by the layer's
-    name in records. Raises: ValueError for a note that is no JSON object with a format, or two notes that differ."""
+    """By layer, of metadata with or without the model's prefix, and of comfy_quant tensors. Raises: ValueError for a
+    note that is no JSON object with a format, or two notes that differ."""
     noted: list[dict[str, Any]] = []
     what = f"{path}: its {METADATA_KEY}"
     for said in (parse_json_object(each[METADATA_KEY], what) for each in metadata if METADATA_KEY in each):

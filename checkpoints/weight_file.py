@@ -151,12 +151,9 @@ def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) 
     return torch.cat([part for part in (front, back) if part is not None])
 
 
-# ---- weights that are nothing but zeros, as a download into a prepared file leaves them where it broke off
-
-
 def find_zero_weights(records: Mapping[str, TensorRecord]) -> list[str]:
-    """Names of the matrices that hold zeros only. Of all others three rows are read at most. Raises: ValueError naming
-    a file whose weights cannot be read."""
+    """Names of the matrices that hold zeros only, as a download into a prepared file leaves them where it broke off. Of
+    others three rows are read at most. Raises: ValueError naming a file whose weights cannot be read."""
     found = []
     for file, inside in by_file(records).items():
         try:
