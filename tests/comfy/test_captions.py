@@ -72,7 +72,7 @@ def test_a_model_may_be_named_by_a_link_and_other_types_are_refused_before_anyth
         return {"name": value, "load": load, "save": save}
 
     finished = server.run(loading(_text("../../secret.safetensors")))
-    assert finished.status == "error" and "is not in models/diffusion_models" in finished.error
+    assert finished.status == "error" and "secret.safetensors', which is not in" in finished.error
     answer = server.post("/prompt", {"prompt": loading({"class_type": "PrimitiveInt", "inputs": {"value": 3}})})
     told = [error["details"] for node in answer["node_errors"].values() for error in node["errors"]]
     assert any("unet_name takes COMBO, and INT is linked to it" in each for each in told), answer
