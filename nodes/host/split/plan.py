@@ -136,7 +136,7 @@ class SplitPlan:
     def describe(self) -> str:
         raise NotImplementedError
 
-    def _describe_exchange(self, what: str) -> str:
+    def _describe_exchange(self, what: str = "what travels is rounded, so pictures differ slightly") -> str:
         return "" if self.request.exchange == "full" else f"; exchange 8-bit: {what}"
 
 

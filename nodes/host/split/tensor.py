@@ -54,8 +54,7 @@ class DividedPlan(SplitPlan):
         return "a part of every block"
 
     def describe(self) -> str:
-        loss = self._describe_exchange("partial sums travel rounded to 8 bits, so pictures differ slightly")
-        return f"each computed by {', '.join(map(str, self.devices))} together{loss}"
+        return f"each computed by {', '.join(map(str, self.devices))}, a part of it each{self._describe_exchange()}"
 
     def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
         """Bytes of weights that each device holds of this model, which is whole; the main device has the rest, too."""
@@ -131,6 +130,7 @@ class TensorExecutor(Executor):
         exchange = plan.request.exchange
         self.bridge: TensorParallel = TensorParallel(plan.devices, by_block, exchange=exchange, **plan.of_class)
         self.bridge.replay(addresses_on)
+        self.graphs = self.bridge.graphs
         self._layers = tuple(layer for block in by_block for layer in block.modules())
         self._num_attached = 0  # hooks and forwards of layers, at the last forward
         self._attention = attention_of(tree.diffusion_model, is_wide=True)
@@ -159,7 +159,7 @@ class TensorExecutor(Executor):
             tree.look_again()
             self._num_attached = number
         if (attention := {at: getattr(*at, None) for at in self._attention}) != self._attention:
-            self.bridge.release()  # its graphs call what stood there before
+            self.release()  # graphs call what stood there before
             self._attention = attention
         forwards = [layer.__dict__["forward"] for layer in self._layers if "forward" in layer.__dict__]
         if any(isinstance(part, BypassForwardHook) for each in forwards for part in reachable(each)):
@@ -180,9 +180,6 @@ class TensorExecutor(Executor):
             return executor(*args, **kwargs)
 
         return {**guarded, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
-
-    def release(self) -> None:
-        self.bridge.release()
 
     def check_possible(self, action: str) -> None:
         raise RuntimeError(

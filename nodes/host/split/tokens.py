@@ -29,7 +29,6 @@ from ....parallel.local.borrow import RowResiduals
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Send
 from ....parallel.local.graph_recorder import can_record, graphs_on
-from ....parallel.local.graphs import Graphs
 from ....parallel.local.heads import groups_for
 from ....parallel.local.interleave import Wholes
 from ....parallel.local.shards import plain_parts
@@ -91,9 +90,8 @@ class TokensPlan(SplitPlan):
         return f"the whole model and {share:.0%} of the tokens"
 
     def describe(self) -> str:
-        what = "keys and values of other cards' tokens are rounded to 8 bits, so pictures differ slightly"
         by = ", ".join(map(str, self.devices))
-        return f"each computed by {by}, a share of the tokens each{self._describe_exchange(what)}"
+        return f"each computed by {by}, a share of the tokens each{self._describe_exchange()}"
 
 
 def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan:
@@ -169,7 +167,6 @@ class TokensExecutor(Executor):
         self._method = self._innermost.method
         copies = copies_between(plan.devices)
         self._send: Send = lambda tensors, rank, arrivals: copies.copies(tensors, plan.devices[rank], arrivals)
-        self.graphs: Graphs | None = None
         if plan.derived is None and (plan.layout.keeps_nothing or plan.layout.forgets_if_patched):
             self.graphs = graphs_on(plan.devices, copies, addresses_on)
         self._attention = [*attention_of(root, is_wide=True)]
@@ -389,10 +386,6 @@ class TokensExecutor(Executor):
         calls = [functools.partial(self._run, rows, attend, *each) for each in of_ranks]
         with led_by_name(self._models[0], plan):
             return rows.run(calls, replays)[0]
-
-    def release(self) -> None:
-        if self.graphs is not None:
-            self.graphs.release()
 
     def _cards(self, own: Callable[..., Any]) -> Cards:
         """For forwards by other rows than those of this split."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from ....parallel import block_lists
 from ....parallel.local.bridge import Bridge
+from ....parallel.local.graphs import Graphs
 from ....parallel.local.interleave import Interleave
 from ....parallel.placement import Placement, block_flops, check_budgets, native_list, plan_manual, plan_placement
 from ....patches.changes import replaced_methods
@@ -67,6 +68,7 @@ class Executor:
     plain = ""  # how a step is computed a second time to verify it
     plainer = ""  # what a user can set where that gives something else
     has_copies = False  # whether every card has the whole model
+    graphs: Graphs | None = None  # of blocks, where they are replayed
     looks_first = True  # at what other nodes did, before a run's first forward
 
     def attach(self, patches_uuid: object) -> None:
@@ -93,6 +95,8 @@ class Executor:
 
     def release(self) -> None:
         """Give back the memory that is kept between forwards for speed alone."""
+        if self.graphs is not None:
+            self.graphs.release()
 
     def origin_on(self, device: torch.device, given: Origin | None) -> Origin | None:
         return given
