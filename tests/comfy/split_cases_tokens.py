@@ -350,19 +350,13 @@ def tokens_code_in_the_model(case: Case) -> None:
         finally:
             taken_back()
 
-    for number, (what, (word, act)) in enumerate(ways.items()):
-        around, function = shared.clone(), shared.clone()
+    for what, (word, act) in ways.items():
+        around = shared.clone()
         around.add_wrapper(
             WrappersMP.DIFFUSION_MODEL,
             lambda executor, *a, act=act, **k: run(act, functools.partial(executor, *a, **k)),
         )
-        function.set_model_unet_function_wrapper(
-            lambda apply, given, act=act: run(
-                act, functools.partial(apply, given["input"], given["timestep"], **given["c"])
-            )
-        )
-        when, model = (("a wrapper", around), ("a function wrapper", function))[number % 2]
-        case.refused(f"{what} of {when}", functools.partial(sample, model), RuntimeError, word, "way 'blocks'")
+        case.refused(f"{what} of a wrapper", functools.partial(sample, around), RuntimeError, word, "way 'blocks'")
         if what != "a weight's function":  # ComfyUI's loading makes these anew
             word = "numbers in single_blocks.0.linear1.weight" if what == "a weight" else word
             ahead = functools.partial(run, act, functools.partial(sample, shared))

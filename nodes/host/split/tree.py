@@ -382,10 +382,8 @@ class BlockExecutor(Executor):
 
 
 def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
-    """Decide where every block goes and how activations travel; reads sizes only.
-
-    Raises: ValueError if the class has no blocks that can be found, the cuts are wrong or the limits are too small.
-    """
+    """Decide where every block goes and how activations travel; reads sizes only. Raises: ValueError if the class has
+    no blocks that can be found, the cuts are wrong or the limits are too small."""
     layout = layout_of(diffusion_model)
     of = diffusion_model, layout
     leaders, order = block_lists.followers(*of), block_lists.execution_order(*of)
