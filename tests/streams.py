@@ -1,8 +1,5 @@
-"""Simulated streams for emulated cards: each has a time up to which it is busy.
-
-Kernels and copies add to it the way torch orders them. So a test sees what overlaps, and a kernel that reads what is
-not there yet is counted as a race.
-"""
+"""Simulated streams for emulated cards: each has a time up to which it is busy. Kernels and copies add to it the way
+torch orders them. So a test sees what overlaps, and a kernel that reads what is not there yet is counted as a race."""
 
 import contextlib
 import threading

@@ -23,11 +23,8 @@ def make_tiny_split(
     name: str, cards: Sequence[torch.device], *, cuts: Sequence[int] | None = None, scheme: str | None = None,
     checkpointing: bool = True, kept: Sequence[int] = (), changes: dict[str, Any] | None = None, **lora: Any,
 ) -> tuple[torch.nn.Module, BlockSplit, LoraHandle]:  # fmt: skip
-    """A family's tiny model with a LoRA that is not zero, its tail on the last card.
-
-    Args:
-        cuts: None for even ones. changes: to the model's config. lora: settings of it.
-    """
+    """A family's tiny model with a LoRA that is not zero, its tail on the last card. Args: cuts: None for even ones.
+    changes: to the model's config. lora: settings of it."""
     family = FAMILIES[name]
     model = TINY[name].make_model(seed=0, **(changes or {}))
     names = block_names(model, family)

@@ -1,8 +1,6 @@
-"""Blocks of several devices that are replayed, against those that are computed, in float32 on the CPU.
-
-There are no CUDA graphs on a CPU. What stands for the recorder computes on the recording's own inputs at every replay:
-all that graphs fix is fixed there, too.
-"""
+"""Blocks of several devices that are replayed, against those that are computed, in float32 on the CPU. There are no
+CUDA graphs on a CPU. What stands for the recorder computes on the recording's own inputs at every replay: all that
+graphs fix is fixed there, too."""
 
 import contextlib
 import copy

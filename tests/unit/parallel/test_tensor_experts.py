@@ -1,7 +1,5 @@
-"""Blocks with experts, of which a gate chooses one per token, divided among cards: outputs of the whole.
-
-The experts' partial sums are added up once, behind all of them. What the gate chooses must be the same everywhere.
-"""
+"""Blocks with experts, of which a gate chooses one per token, divided among cards: outputs of the whole. The experts'
+partial sums are added up once, behind all of them. What the gate chooses must be the same everywhere."""
 
 import dataclasses
 from typing import Any

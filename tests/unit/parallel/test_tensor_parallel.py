@@ -1,8 +1,6 @@
-"""Blocks that several devices compute together, against the whole blocks, in float32 on the CPU.
-
-The same device stands for every rank: what one hands another is a copy there, too. The toy blocks have what the
-described classes have: packed linears, norms of heads and over all heads, gathered modulation, residuals in place.
-"""
+"""Blocks that several devices compute together, against the whole blocks, in float32 on the CPU. The same device stands
+for every rank: what one hands another is a copy there, too. The toy blocks have what the described classes have: packed
+linears, norms of heads and over all heads, gathered modulation, residuals in place."""
 
 import contextlib
 import copy

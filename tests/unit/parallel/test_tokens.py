@@ -519,9 +519,8 @@ def test_a_thread_that_computes_all_rows_is_asked_at_each_block(toy: Toy) -> Non
 
 class Led(nn.Module):
     """Blocks that find attention in the options, as ComfyUI's do; `raising` raises in a recording on the last rank.
-
-    They write into what they are given, and so does what is between them, as FLUX's and the residuals of a ControlNet.
-    """
+    They write into what they are given, and so does what is between them, as FLUX's and the residuals of a
+    ControlNet."""
 
     def __init__(self, raising: bool = False) -> None:
         super().__init__()
