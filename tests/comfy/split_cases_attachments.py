@@ -454,14 +454,6 @@ def verify_stops_what_is_wrong(case: Case) -> None:
     case.equal("with the guard", host.sample(divided, "z_image"), reference)
 
 
-@case
-def verify_knows_state_when_it_meets_it(case: Case) -> None:
-    host = case.host
-    divided = _changed(split(host.load("flux1"), verify=True), _count_in_the_attention, HOME)
-    run = functools.partial(host.sample, divided, "flux1", cfg=4.0)
-    case.refused("it is named", run, RuntimeError, "keeps state", "attention override")
-
-
 # The names by which a class's code asks for patches.
 _ASKS = re.compile(r'patches\["(\w+)"\]|"(\w+)" in \w*patches\b|patches(?:", \{\}\))?\.get\("(\w+)"|"(\w+_patch)"')
 _AHEAD = {"post_input", "noise_refiner", "emb_patch"}  # of the first block

@@ -8,7 +8,6 @@ from devicebridge.tests.comfy.split_classes import FAMILIES as BY_BLOCKS
 from devicebridge.tests.comfy.split_host import (
     HOME,
     OTHER,
-    THIRD,
     block_devices,
     crossings,
     live_bytes,
@@ -80,14 +79,3 @@ def what_a_model_remembers_from_step_to_step(case: Case) -> None:
         verified = any("verified: the first step" in message for message in messages)
         case.check(f"verified if asked: {options}", verified == ("verify" in options), messages)
         host.unload_all()
-
-
-@case
-def three_cards(case: Case) -> None:
-    host = case.host
-    reference = host.reference("flux1")
-    divided = split(host.load("flux1"), HOME, OTHER, THIRD)
-    case.equal("as unsplit", host.sample(divided, "flux1"), reference)
-    shares = {device: live_bytes(device) for device in (HOME, OTHER, THIRD)}
-    case.check("all three hold weights", min(shares.values()) > 1e6, shares)
-    case.check("home is not passed by", crossings(host.machine, (OTHER, THIRD)) > 0)

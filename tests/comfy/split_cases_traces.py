@@ -57,7 +57,8 @@ def a_replaced_block_is_put_back(case: Case) -> None:
 @case
 def what_cannot_be_is_refused(case: Case) -> None:
     host = case.host
-    divided, plain, moved, blockless = (make(host.load(NAME)).clone() for make in (split, _as_it_is, split, _as_it_is))
+    divided, moved = (split(host.load(NAME)).clone() for _ in range(2))
+    plain, blockless = (host.load(NAME).clone() for _ in range(2))
     lists = divided.model.diffusion_model.blocks
     plain.add_object_patch("diffusion_model.blocks", nn.ModuleList(nn.Linear(2, 2) for _ in range(2)))
     moved.load_device = CPU
@@ -72,10 +73,6 @@ def what_cannot_be_is_refused(case: Case) -> None:
     for name in ("sdxl", "hidream"):
         stream = functools.partial(split, host.load(name), transport="stream")
         case.refused(f"stream where it is wrong: {name}", stream, ValueError, "relay")
-
-
-def _as_it_is(model: Any) -> Any:
-    return model
 
 
 @case

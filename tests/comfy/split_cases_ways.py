@@ -2,10 +2,12 @@
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from comfy.ldm.lumina.model import NextDiT
 from comfy.ldm.modules import attention
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
+from devicebridge.nodes.host.split import bench
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.plan import layout_of
@@ -28,6 +31,7 @@ from devicebridge.parallel.block_lists import execution_order
 from devicebridge.planning import times
 from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import HOME, OTHER
 
 FAST_LINK, SLOW_LINK = 1e6, 1e3  # bytes per second, beside cards as slow as _machine's callers say
 
@@ -231,14 +235,12 @@ def keys_travel_as_was_measured(case: Case) -> None:
     flux |= {"hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19, "depth_single_blocks": 38}
     flux |= {"axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": True}
     flux |= {"txt_ids_dims": []}
-    flux2 = flux | {"vec_in_dim": None, "hidden_size": 6144, "mlp_ratio": 3.0, "num_heads": 48, "depth": 8}
-    flux2 |= {"depth_single_blocks": 48, "axes_dim": [32] * 4, "qkv_bias": False, "global_modulation": True}
-    flux2 |= {"mlp_silu_act": True, "ops_bias": False}
+    flux2 = {**bench.SUBJECTS[0].kwargs, "depth": 8, "depth_single_blocks": 48}
     z_image: dict[str, Any] = {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30}
     z_image |= {
         "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512], "cap_feat_dim": 2560, "z_image_modulation": True,
     }  # fmt: skip
-    wan = {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+    wan = {**bench.SUBJECTS[2].kwargs, "num_layers": 40}
     for name, kind, given, tokens, num_text, expected in (
         ("FLUX.1", Flux, flux, 4096, 512, 1.61e9), ("FLUX.2", Flux, flux2, 4096, 512, 3.17e9),
         ("Qwen-Image", QwenImageTransformer2DModel, {"num_layers": 60}, 4096, 128, 1.56e9),
@@ -298,3 +300,25 @@ def _takes_blocks(case: Case, what: str, model: Any, words: str, **options: Any)
     said = [line for line in messages if line.startswith("split: way auto")]
     case.check(what, _way_of(found) == "blocks" and len(said) == 1 and words in said[0], said)
     case.host.unload_all()
+
+
+@case
+def doctor_measures_blocks_with_random_weights(case: Case) -> None:
+    """Small ones, on one card and over two by each way; a way that fails has its reason, and the others go on."""
+    unknown, small = (each._replace(latent=(16, 1, 4, 4), text=(8, each.text[1])) for each in bench.SUBJECTS[1:])
+    unknown = unknown._replace(class_name="NoSuchClass")
+    small = small._replace(kwargs={**small.kwargs, "dim": 512, "ffn_dim": 512, "num_heads": 4})
+    times = iter((10.0, 11.0, 13.0, 19.0))  # one for each step's call of the model, and none behind the last
+    no_tensor = mock.patch.object(split_module, "plan_tensor", side_effect=ValueError("not on these cards"))
+    with mock.patch.multiple(bench, _BUDGET_S=math.inf, _STEPS=4):  # however slow these cards are
+        with no_tensor:
+            missing, found = bench.measure_blocks((HOME, OTHER), (unknown, small))
+        (alone,) = bench.measure_blocks((HOME,), (small,))
+        with mock.patch.object(bench, "time", SimpleNamespace(perf_counter=lambda: next(times))):
+            seconds = bench._sample(bench._load(small, HOME), small, (HOME,))[1]
+    case.check("seconds", set(found["seconds"]) == {"one card", "tokens"}, found)
+    case.check("the same result", 0 <= found["difference"]["tokens"] < 0.05, found)
+    case.check("why not", found["why"] == {"tensor": "not on these cards"}, found)
+    case.check("a class that is not there", list(missing["why"]) == ["all"] and not missing["seconds"], missing)
+    case.check("between two calls of the model", seconds == 2.0, seconds)
+    case.check("one card", set(alone["seconds"]) == {"one card"} and not alone["why"], alone)

@@ -32,7 +32,6 @@ def clones_of_a_split_with_different_loras(case: Case) -> None:
     copy = models[()] = divided.clone()
     case.check("is a split too", type(copy) is type(divided) and len(copy.companions) == 1, type(copy).__name__)
     case.check("of the same model", copy.is_clone(divided) and copy.model is divided.model)
-    case.check("and what ComfyUI's nodes expect", isinstance(copy, type(host.load(NAME))), type(copy).__mro__)
     for seeds in ((1,), (2,), (), (1,)):
         case.equal(f"LoRAs {seeds}", host.sample(models[seeds], NAME), host.reference(NAME, *seeds))
         case.check("one set of weights on the other card", live_bytes(OTHER) == weights_on(divided, OTHER))

@@ -1,7 +1,4 @@
-"""A few blocks of published models at full width with random weights, in ComfyUI's sampler: on one card, and over all.
-
-Runs in a process of its own that has ComfyUI in it; see cli/bench.py. No model file is needed.
-"""
+"""Blocks of published models, at full width with random weights, in ComfyUI's sampler: on one card, and over all."""
 
 from __future__ import annotations
 
@@ -31,18 +28,15 @@ _BUDGET_S = 40.0  # of all models; what does not fit is left out
 
 
 class Subject(NamedTuple):
-    """A published architecture as ComfyUI's class takes it, with a few blocks, and what its sampler is given.
-
-    num_blocks: that kwargs ask for, in words. latent: shape without the batch. text: tokens and their width.
-    """
+    """A published architecture as ComfyUI's class takes it, with a few blocks, and what its sampler is given."""
 
     name: str
-    num_blocks: str
+    num_blocks: str  # that kwargs ask for, in words
     module: str
     class_name: str
     kwargs: Mapping[str, Any]
-    latent: tuple[int, ...]
-    text: tuple[int, int]
+    latent: tuple[int, ...]  # without the batch
+    text: tuple[int, int]  # tokens and their width
 
 
 _FLUX2: dict[str, Any] = {"in_channels": 128, "out_channels": 128, "vec_in_dim": None, "context_in_dim": 15360}
@@ -74,16 +68,13 @@ def print_blocks() -> int:
 
 def measure_blocks(devices: Sequence[torch.device], subjects: Sequence[Subject] = SUBJECTS) -> list[dict[str, Any]]:
     """Seconds of a step of each model on the first card, and over all by tokens and by tensor; "why" says what failed.
-
-    A step has all of the model's blocks, which are few, and what is around them. "difference" is that of the last
-    latents from one card's, relative to their norm.
-    """
+    "difference" is that of the last latents from one card's, relative to their norm."""
     found, begin = list[dict[str, Any]](), time.perf_counter()
     ways: tuple[Any, ...] = ("tokens", "tensor") if len(devices) > 1 else ()
     for subject in subjects:
         seconds, difference, why = dict[str, float](), dict[str, float](), dict[str, str]()
-        found.append({"model": subject.name, "blocks": subject.num_blocks, "seconds": seconds, "why": why})
-        found[-1]["difference"] = difference
+        facts = {"seconds": seconds, "why": why, "difference": difference}
+        found.append({"model": subject.name, "blocks": subject.num_blocks, **facts})
         try:
             model, expected = _load(subject, devices[0]), None
             for way in ("one card", *ways):
