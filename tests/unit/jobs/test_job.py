@@ -205,18 +205,11 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint_starts_again(tmp_pat
     assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
 
 
-def test_resume_refuses_other_weights_and_other_images(tmp_path):
+def test_resume_refuses_other_held_out_images(tmp_path):
     job = make_tiny_job(tmp_path, train={"steps": 2})
     run_job(job)
-    for folder, message in (("held_out", "evaluation: images, captions"), ("data", "data: images, captions")):
-        (tmp_path / folder / "image_1.txt").write_text("another caption")
-        with pytest.raises(ValueError, match=f"{message} or masks have changed"):
-            run_job(job, resume=True)
-    file = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(ValueError, match="model: the weights in the file have changed"):
+    (tmp_path / "held_out" / "image_1.txt").write_text("another caption")
+    with pytest.raises(ValueError, match="evaluation: images, captions or masks have changed"):
         run_job(job, resume=True)
 
 
