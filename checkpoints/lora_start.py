@@ -305,8 +305,8 @@ def _peft_strength(source: str, values: Mapping[str, Any], module: str) -> _Stre
     found, parts = [], module.split(".")
     ends = {f"^{module}", *(".".join(parts[start:]) for start in range(len(parts)))}
     default = values.get("lora_alpha", values.get("alpha"))
-    asked: Any = (("r", "rank_pattern", int, values["r"]), ("lora_alpha", "alpha_pattern", (int, float), default))
-    for key, which, kind, usual in asked:
+    needed: Any = (("r", "rank_pattern", int, values["r"]), ("lora_alpha", "alpha_pattern", (int, float), default))
+    for key, which, kind, usual in needed:
         patterns = expect(values.get(which) or {}, dict, f"{source} {which}", _REMEDY)
         if odd := [name for name in patterns if not _PLAIN.match(name)]:
             raise ValueError(f"{source} {which} has {odd[0][:100]!r}, which is no layer's name; {_REMEDY}")

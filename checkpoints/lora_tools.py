@@ -155,23 +155,21 @@ class Combined:
         return bool(self.rank) or self.share < 1
 
 
-def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
+def combine(files: Sequence[tuple[LoraFile, float]], goal: Combined) -> Result:
     """The sum of files with weights, each layer cut to a rank or to the fewest that keep a share of its squared norm,
     under the names of the first file with it. One of a single file that is not cut keeps its kind; its alpha takes the
     weight, or else its first matrix.
 
     Raises: ValueError for files of several models or layouts, and for a rank or a base that is needed and missing.
     """
-    sizes = _sizes_of(files, asked)
+    sizes = _sizes_of(files, goal)
 
     def tensors() -> Tensors:
         for layer, size in sizes.items():
             having = [(file, weight, file.layer(layer)) for file, weight in files if layer in file.names]
-            (lead, factor, own), energy, type_of = having[0], (0.0, 0.0), asked.dtype
+            (lead, factor, own), energy, type_of = having[0], (0.0, 0.0), goal.dtype
             is_plain = all(title_of(each) == "LoRA" for _, _, each in having)
-            if len(having) == 1 and not (
-                asked.is_cut and (not is_plain or asked.share < 1 or asked.rank < len(own[A]))
-            ):
+            if len(having) == 1 and not (goal.is_cut and (not is_plain or goal.share < 1 or goal.rank < len(own[A]))):
                 parts = own
                 if factor != 1:
                     has_alpha = ALPHA in own and any(kind in own for kind in lora_start.RANKED)
@@ -182,30 +180,30 @@ def combine(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> Result:
                 if is_plain:
                     down = torch.cat([each[A] for each, _ in weighted])
                     up = torch.cat([each[B] * weight for each, weight in weighted], dim=1)
-                    if asked.rank and asked.rank < len(down) or asked.share < 1:
-                        down, up, energy = lora_change.cut_rank(down, up, asked.rank, asked.share)
+                    if goal.rank and goal.rank < len(down) or goal.share < 1:
+                        down, up, energy = lora_change.cut_rank(down, up, goal.rank, goal.share)
                 else:
-                    down, up, energy = _cut_sum(layer, size, weighted, asked)
+                    down, up, energy = _cut_sum(layer, size, weighted, goal)
                 parts = {A: down, B: up, ALPHA: torch.tensor(float(len(down)))}
                 types = {file.type_of(layer) for file, _, _ in having}
-                type_of = asked.dtype or (torch.float32 if len(types) > 1 else None)
+                type_of = goal.dtype or (torch.float32 if len(types) > 1 else None)
             result.note(layer, len(parts.get(A, ())), energy)
             yield from lead.with_parts(layer, parts, type_of)
             for file, _ in files:
                 file.reader.release()
 
     said = " + ".join(file.path.name + (f" x {weight:g}" if weight != 1 else "") for file, weight in files)
-    cut = (f"rank {asked.rank}" if asked.rank else "", f"{asked.share:g} of energy" if asked.share < 1 else "")
+    cut = (f"rank {goal.rank}" if goal.rank else "", f"{goal.share:g} of energy" if goal.share < 1 else "")
     did = ", ".join(filter(None, (said, *cut)))
     return (result := Result(tensors(), did, files[0][0].reader.header.metadata))
 
 
 def _cut_sum(
-    layer: str, size: tuple[int, int], weighted: Sequence[tuple[Layer, float]], asked: Combined
+    layer: str, size: tuple[int, int], weighted: Sequence[tuple[Layer, float]], goal: Combined
 ) -> tuple[Tensor, Tensor, Energy]:
     """The best LoRA of this rank of a weighted sum of layers of any kind."""
-    if asked.base is not None and any(needs_weight(each) for each, _ in weighted):
-        weight, size = asked.base.rows_of(layer, size)
+    if goal.base is not None and any(needs_weight(each) for each, _ in weighted):
+        weight, size = goal.base.rows_of(layer, size)
 
     def rows(start: int, end: int) -> Tensor:
         found = [
@@ -218,20 +216,20 @@ def _cut_sum(
             for each, factor in weighted
         ]
         if not torch.isfinite(total := torch.stack(found).sum(0)).all():
-            of = f" with {asked.base.path}, which has rows of zeros there or is another model" if asked.base else ""
+            of = f" with {goal.base.path}, which has rows of zeros there or is another model" if goal.base else ""
             raise ValueError(f"the change of {layer} is not finite{of}; give other files")
         return total
 
-    return lora_change.low_rank(rows, size, asked.rank, asked.share)
+    return lora_change.low_rank(rows, size, goal.rank, goal.share)
 
 
-def _sizes_of(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> dict[str, tuple[int, int]]:
+def _sizes_of(files: Sequence[tuple[LoraFile, float]], goal: Combined) -> dict[str, tuple[int, int]]:
     sizes: dict[str, tuple[tuple[int, int], Path]] = {}
     prefixes = [{p for p in (DIFFUSERS, KOHYA) for n in file.names if n.startswith(p)} for file, _ in files]
     for (file, weight), own in zip(files, prefixes, strict=True):
         if not math.isfinite(weight) or not weight:
             raise ValueError(f"{file.path} times {weight:g} is no LoRA; give another number")
-        if len(own) > 1 and (asked.is_cut or prefixes.count(own) < len(files)):
+        if len(own) > 1 and (goal.is_cut or prefixes.count(own) < len(files)):
             raise ValueError(
                 f"{file.path} has layers twice, for both loaders; convert it to original before it is cut, or merged "
                 "with a file that has them once"
@@ -248,11 +246,11 @@ def _sizes_of(files: Sequence[tuple[LoraFile, float]], asked: Combined) -> dict[
             if not (lora_start.has_size(known, size) or lora_start.has_size(size, known)):
                 raise ValueError(f"{layer} is {known} in {path} and {size} in {file.path}; give LoRAs of one model")
             sizes[layer] = max(known, size), path
-            is_added = asked.is_cut or sum(layer in each.names for each, _ in files) > 1
+            is_added = goal.is_cut or sum(layer in each.names for each, _ in files) > 1
             if (title := title_of(names)) == "LoRA" or not is_added and (weight == 1 or not needs_weight(names)):
                 continue
-            lacking = [] if asked.rank else ["--rank, the rank of the plain LoRA that is made of it"]
-            if needs_weight(names) and asked.base is None:
+            lacking = [] if goal.rank else ["--rank, the rank of the plain LoRA that is made of it"]
+            if needs_weight(names) and goal.base is None:
                 lacking.append("--base, the model's file, on whose weights the change depends")
             if lacking:
                 tool = "" if is_added else "devicebridge lora merge FILE:NUMBER with "

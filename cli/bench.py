@@ -31,9 +31,9 @@ def collect(python: Path | None = None) -> dict[str, Any]:
     Raises: RuntimeError where there is no ComfyUI, or its Python ends early."""
     found = server.find_comfyui(python=python)
     command = [*native_command(found.python, found.folder, found.base), "doctor", "--blocks"]
-    told = processes.run(command, timeout_s=_TIMEOUT_S)
+    answer = processes.run(command, timeout_s=_TIMEOUT_S)
     try:
-        measured: dict[str, Any] = json.loads((told or "").strip().splitlines()[-1])
+        measured: dict[str, Any] = json.loads((answer or "").strip().splitlines()[-1])
     except (ValueError, IndexError) as error:
         raise RuntimeError(
             f"ComfyUI's Python ended early or took more than {_TIMEOUT_S:.0f} s; see what this says: "

@@ -105,8 +105,8 @@ def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[],
         return job
     with prepared(job) as info:
         plan = check_job(job, info=info, is_to_train=False, should_stop=should_stop)
-    told = None if on_event is None else Path(job.output.folder)
-    with with_encoders(job, plan.info) as (named, encoders), EventLog(told, on_event) as events:
+    place = None if on_event is None else Path(job.output.folder)
+    with with_encoders(job, plan.info) as (named, encoders), EventLog(place, on_event) as events:
         cache_job(replace(plan, job=named), events, should_stop, encoders)
     return named
 

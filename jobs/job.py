@@ -169,13 +169,13 @@ def run_job(
                 read = unless_stopped(ranks, lambda: read_job(job, info, should_stop=own_stop))
             except Stopped as stopped:
                 return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
-            identity = ranks.together(lambda: find_identity(read))
+            identity = ranks.on_all(lambda: find_identity(read))
             refuse_other_jobs(given, identity, ranks, is_new=state is None)
             begun = {} if state is None else facts_for_all(read, identity, state, ranks, resume=resume)
             state = state and replace(state, facts=begun)
             facts = None if state is None or is_placed_anew(state, ranks) else begun
             new = {"is_new": state is None, "is_changed": "keeps_optimizer" in begun}
-            plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, ranks=ranks, **new))
+            plan = ranks.on_all(lambda: _resolve_and_check(read, facts, host_share, ranks=ranks, **new))
         identity |= placement_facts(plan.placement) | ({"ranks": ranks.count} if ranks.is_launched else {})
         own_devices = list(used_devices(plan.job, plan.placement.used_devices))
         devices = tuple(dict.fromkeys(name for each in ranks.gather(own_devices) for name in each))

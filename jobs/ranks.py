@@ -73,7 +73,7 @@ def refuse_other_jobs(job: JobConfig, identity: Mapping[str, Any], ranks: Ranks,
             helps = "Give all machines the same job file, model and LoRA to start from"
             raise ValueError("\n".join(["the processes of this job differ in their training:", *lines, helps]))
 
-    ranks.together(refuse)
+    ranks.on_all(refuse)
 
 
 def differing_ranks(given: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
@@ -100,13 +100,13 @@ def locked_folder(folder: Path, ranks: Ranks) -> Iterator[None]:
                 stack.enter_context(run_lock(folder))
                 Requests(folder).clear()  # of a run that was killed
 
-        ranks.together(take)
+        ranks.on_all(take)
         yield
 
 
 def state_for_all(job: JobConfig, ranks: Ranks, *, resume: Resume) -> TrainingState | None:
     """What the first rank finds to resume, on every rank; random states are the first one's alone. See find_state."""
-    found = ranks.together(lambda: find_state(job, resume=resume) if ranks.is_first else None)
+    found = ranks.on_all(lambda: find_state(job, resume=resume) if ranks.is_first else None)
     if not ranks.from_first(lambda: found is not None):
         return None
     described: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def facts_for_all(
 ) -> dict[str, Any]:
     """What the first rank finds that a run goes on from, on every rank: others have paths of their own. See go_on."""
     work = partial(go_on, read, identity, state, resume=resume, is_placed_anew=is_placed_anew(state, ranks))
-    found: dict[str, Any] = ranks.together(work if ranks.is_first else dict)
+    found: dict[str, Any] = ranks.on_all(work if ranks.is_first else dict)
     return ranks.from_first(lambda: found)
 
 
@@ -145,7 +145,7 @@ def unless_stopped(ranks: Ranks, work: Callable[[], T]) -> T:
             stops.append(stopped)
             return None
 
-    found = ranks.together(attempt)
+    found = ranks.on_all(attempt)
     if ranks.any(bool(stops)):
         raise stops[0] if stops else Stopped("the job was asked to stop")
     return found  # type: ignore[return-value]
@@ -168,7 +168,7 @@ def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Dat
     late = unless_stopped(ranks, lambda: None if is_early else work())
     found = early if is_early else late
     assert found is not None
-    order = ranks.together(lambda: order_of(found))
+    order = ranks.on_all(lambda: order_of(found))
     first = ranks.from_first(lambda: order)
 
     def refuse() -> None:
@@ -177,7 +177,7 @@ def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Dat
             helps = "give all machines the same files and job file"
             raise ValueError(f"this rank and the first one do not have the same {differing}; {helps}")
 
-    ranks.together(refuse)
+    ranks.on_all(refuse)
     return found
 
 
@@ -251,12 +251,12 @@ def resolve_here(
     if ranks.is_first and (count := job.train.gradient_accumulation_steps) % ranks.count:
         text = "train.gradient_accumulation_steps = %d is no multiple of %d processes: some wait in every step"
         _log.warning(text, count, ranks.count)
-    decided = ranks.together(lambda: _decide(job, subject, ranks, host_share) if ranks.is_first else None)
+    decided = ranks.on_all(lambda: _decide(job, subject, ranks, host_share) if ranks.is_first else None)
     chosen = ranks.from_first(lambda: decided)
     assert chosen is not None
     optimizer = replace(job.optimizer, name=chosen["optimizer"])
     pinned = replace(job, model=replace(job.model, quantize=chosen["quantize"]), optimizer=optimizer)
-    resolved = ranks.together(lambda: _resolve_as(chosen["strategy"], pinned, subject, ranks, host_share))
+    resolved = ranks.on_all(lambda: _resolve_as(chosen["strategy"], pinned, subject, ranks, host_share))
     if not is_to_train or not shards_weights(chosen["strategy"]):
         return resolved
     return _with_kept_blocks(resolved, subject, ranks, chosen["strategy"])
@@ -265,7 +265,7 @@ def resolve_here(
 def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, strategy: Strategy) -> Resolution:
     """With the forecast of the first rank, which also says how many blocks keep their activations where that is left
     open: on all ranks as many as on the smallest card; all ranks."""
-    cards = ranks.together(lambda: cards_of(ranks.devices))
+    cards = ranks.on_all(lambda: cards_of(ranks.devices))
     usable_bytes = ranks.gather(None if cards is None else cards[0].usable_bytes)
     if cards is None or None in usable_bytes:
         return resolved
@@ -282,7 +282,7 @@ def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, stra
         _log.info("the last %d blocks keep their activations", *found.uncheckpointed)
         return found
 
-    training = ranks.together(lambda: plan() if ranks.is_first else None)
+    training = ranks.on_all(lambda: plan() if ranks.is_first else None)
     kept = ranks.from_first(lambda: [] if training is None else list(training.uncheckpointed))
     execution = resolved.execution
     if execution.gradient_checkpointing and not execution.kept_blocks:

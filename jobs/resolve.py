@@ -126,13 +126,13 @@ def resolve(
         placement = training.placement
     if before is not None:
         placement = replace(before, blocks=placement.blocks)
-    asked, split = job.parallel.requested, job.split
+    requested, split = job.parallel.requested, job.split
     if training is None:
         chosen = replace(chosen, strategy=_first_of(job, placement.used_devices, without).strategy)
     strategy = _strategy_of(subject, job, placement, chosen.strategy)
-    if strategy == "none" and asked not in (None, "none"):
-        also = "" if shares_rows(asked) else "train.gradient_accumulation_steps above 1 and "
-        _log.warning('parallel.strategy = "%s" needs %sseveral GPUs of one kind; left out', asked, also)
+    if strategy == "none" and requested not in (None, "none"):
+        also = "" if shares_rows(requested) else "train.gradient_accumulation_steps above 1 and "
+        _log.warning('parallel.strategy = "%s" needs %sseveral GPUs of one kind; left out', requested, also)
     tail = tuple(subject.info.family.tail) if has_stages(strategy) else ()
     execution = ExecutionPlan(
         placement=replace(placement, tail=tail),

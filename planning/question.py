@@ -16,7 +16,7 @@ from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..config.setting import requested
 from ..data.samples import Sample, bucket_step, make_buckets, make_clip_plan
 from ..families.spec import LatentSpec, Variant
-from ..parallel.local.data_parallel import dealt
+from ..parallel.local.data_parallel import distributed
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import check_one_each, plan_manual, ratio
 from ..quantization.kernel_choice import device_kernels
@@ -172,7 +172,7 @@ class Question:
         job, split, count, shares = self.job, self.job.split, len(self.cards), setting.row_shares
         mine, accumulation = slice(index, index + 1), self.accumulation
         if not shares:
-            accumulation = max(1, len(dealt(accumulation, count)[index]))  # an idle card is planned all the same
+            accumulation = max(1, len(distributed(accumulation, count)[index]))  # an idle card is planned all the same
         own = SplitConfig(
             memory_limit_gb=split.memory_limit_gb[mine],
             blocks_without_checkpointing=split.blocks_without_checkpointing[mine] if alike is None else alike[:1],

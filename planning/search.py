@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from ..config.job import job_to_dict, make_job
 from ..config.model import has_stages, holds_copies, shares_rows
 from ..config.training import MOST_MICRO_BATCHES
-from ..parallel.local.data_parallel import dealt
+from ..parallel.local.data_parallel import distributed
 from ..parallel.offload.copies import NUM_SLOTS
 from ..parallel.placement import find_cuts
 from .dry_run import NoForecast
@@ -202,7 +202,7 @@ def each_card(question: Question, setting: Setting, find: Callable[[Question, Se
         fitting = alone((min(kept), max(streamed)))  # all recompute the same blocks, and the same ones stream
     if fitting is None:
         return None
-    numbers = [1] * count if shares_rows(setting.strategy) else map(len, dealt(question.accumulation, count))
+    numbers = [1] * count if shares_rows(setting.strategy) else map(len, distributed(question.accumulation, count))
     whole = replace(
         fitting[0],
         setting=setting,

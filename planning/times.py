@@ -234,7 +234,7 @@ class Ways:
         return StepSeconds(blocks, tensor, self._tokens_s(num_forwards))
 
     def _tokens_s(self, num_forwards: int) -> float:
-        """Whole forwards are dealt out, one to each card, where nothing travels; the cards share each of the rest."""
+        """Whole forwards are given out, one to each card, where nothing travels; the cards share each of the rest."""
         if not self.token_shares:
             return math.inf
         wholes, count, total = self._card_s(self.work.flops), len(self.token_shares), sum(self.token_shares)

@@ -85,7 +85,7 @@ class Sampler:
 
     def draw(self, step: int, should_stop: Callable[[], bool]) -> None:
         """Draw every prompt, write the pictures and tell of each, while other ranks wait. A stop ends it. What fails is
-        warned of; in lockstep only decoding may, as a process that stopped drawing would leave the others waiting."""
+        warned of; of several processes' only decoding, as one that stopped drawing would leave the others waiting."""
         with self.ranks.doing():
             if self.in_lockstep or self.ranks.is_first:
                 is_alone = self.ranks.is_launched and not self.in_lockstep

@@ -92,10 +92,10 @@ class HostClip(_Encoder):
         import comfy.sd
 
         super().__init__(clip, "CLIP", comfy.sd.CLIP)
-        self.asked = clip
+        self.given = clip
         if not weighs:
-            self.asked = copy.copy(clip)
-            self.asked.tokenizer = _LiteralTokenizer(clip.tokenizer)
+            self.given = copy.copy(clip)
+            self.given.tokenizer = _LiteralTokenizer(clip.tokenizer)
         if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
             raise ValueError(f"stock_clip has hooks; {AS_LOADED}")
         _refuse_replaced(clip.tokenizer, "tokenizer")
@@ -113,7 +113,7 @@ class HostClip(_Encoder):
         song it is that of its own node, and of no text ConditioningZeroOut's, which these models sample against."""
         # As ComfyUI runs its nodes; it forgets recordings behind a node only.
         with torch.inference_mode(), outside(about="this CLIP"):
-            made = self.asked.encode_from_tokens_scheduled(self.tokens(text))
+            made = self.given.encode_from_tokens_scheduled(self.tokens(text))
             if text or not self._is_of_songs:
                 return made
             from nodes import ConditioningZeroOut  # ComfyUI's own
@@ -123,9 +123,9 @@ class HostClip(_Encoder):
     def tokens(self, text: str) -> Any:
         """What its tokenizer makes of a text: parts of (token, weight), by text encoder."""
         if not self._is_of_songs:
-            return self.asked.tokenize(text)
+            return self.given.tokenize(text)
         tags, said = read_song(text)
-        return self.asked.tokenize(tags, **said, generate_audio_codes=False)
+        return self.given.tokenize(tags, **said, generate_audio_codes=False)
 
 
 class HostVae(_Encoder):

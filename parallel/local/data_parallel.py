@@ -61,7 +61,7 @@ class DataParallel(Runner):
         return losses
 
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        parts = dealt(len(microbatches), len(self._replicas))
+        parts = distributed(len(microbatches), len(self._replicas))
         run = Coordinator(self._pool, self.devices)
         order = StageOrder(run, [[Work(False, index) for index in indices] for indices in parts])
 
@@ -108,7 +108,7 @@ class DataParallel(Runner):
                     parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
 
 
-def dealt(num_microbatches: int, num_replicas: int) -> list[range]:
+def distributed(num_microbatches: int, num_replicas: int) -> list[range]:
     """Which microbatches of a step each replica computes. [num_replicas]"""
     return [range(index, num_microbatches, num_replicas) for index in range(num_replicas)]
 

@@ -67,7 +67,7 @@ class _Here(threading.local):
 
 class RoundRobin:
     """Who of several jobs, each with a worker, runs, and who holds which device. One token goes round and only its
-    holder runs, so patches and wrappers never meet each other. It is handed on at every block, to the next job in order
+    holder runs, so patches and wrappers never meet. It is handed on at every block, to the next job in order
     that can run; at borders only, a card's full launch queue would keep the host from feeding the others. A job that
     waits for a device holds none, so there is no deadlock."""
 
@@ -115,7 +115,7 @@ class RoundRobin:
 class Wholes:
     """Runs as many jobs at once as there are devices, each with forwards of its own device's model. The code around a
     forward runs on the main device, whose current stream all threads have in common. So no forward begins before every
-    device has its inputs (`meet`): the main device's own kernels would be ahead of them there."""
+    device has its inputs (`barrier`): the main device's own kernels would be ahead of them there."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices, self._pool, self._here = tuple(devices), ThreadPool(), _Job()
@@ -125,10 +125,10 @@ class Wholes:
         """Whose job this thread does; None outside of one."""
         return self._here.rank
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank is about to begin as many forwards as this one, or has done its job. Raises:
         workers.Stopped if another rank's job has failed."""
-        self._here.meet()
+        self._here.barrier()
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """What the jobs return, by rank. Their threads take over this one's modes, current device and streams. Raises:
@@ -136,7 +136,7 @@ class Wholes:
         run = Coordinator(self._pool, self._devices)
         begun, results, before = [0.0] * len(jobs), dict[int, T](), HERE.on_block
 
-        def meet(rank: int) -> None:
+        def barrier(rank: int) -> None:
             with run.changing():
                 begun[rank] += 1
             with run.when(lambda: min(begun) >= begun[rank]):
@@ -147,7 +147,7 @@ class Wholes:
                 pass
 
         def work(rank: int, job: Callable[[], T]) -> None:
-            self._here.rank, self._here.meet, HERE.on_block = rank, partial(meet, rank), check
+            self._here.rank, self._here.barrier, HERE.on_block = rank, partial(barrier, rank), check
             try:
                 results[rank] = job()
             finally:
@@ -161,4 +161,4 @@ class Wholes:
 
 class _Job(threading.local):
     rank: int | None = None
-    meet: Callable[[], None] = staticmethod(lambda: None)
+    barrier: Callable[[], None] = staticmethod(lambda: None)

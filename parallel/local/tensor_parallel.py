@@ -37,7 +37,7 @@ class ForwardWorkers:
         self._devices, self._state = tuple(devices), ThreadState(devices)
         self.collective = Collective(len(devices), send, exchange)
         self.current: nn.Module | None = None  # the block that is being computed
-        # Two threads meet every 100 microseconds or so: a queue that is written in C costs a tenth of a condition.
+        # Threads exchange something every 100 microseconds or so: a queue in C costs a tenth of a condition.
         self._work: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in devices]
         self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._tasks: list[Task] = []

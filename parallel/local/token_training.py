@@ -57,12 +57,12 @@ class TokenModel(nn.Module):
     def through(
         self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False, size: Hashable = None
     ) -> T:
-        """What call(copy, device) returns on the main device, computed by all; inside `together` on this device alone.
+        """What call(copy, device) returns on the main device, computed by all; inside `on_all` on this device alone.
         A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts. Raises:
         RowsError where derived rows have another result than one device."""
         rank = getattr(self._here, "rank", None)
         if rank is None:
-            return self.together(lambda: self.through(call, is_one_frame=is_one_frame, size=size))[0]
+            return self.on_all(lambda: self.through(call, is_one_frame=is_one_frame, size=size))[0]
         if self._is_derived and size not in self._compared[rank]:
             self._compare(rank, call, is_one_frame=is_one_frame)
             self._compared[rank].add(size)  # not of one that ran out of memory
@@ -101,7 +101,7 @@ class TokenModel(nn.Module):
             output = call(model, device)
         return output if rank == 0 else map_tensors(output, uncounted)
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def on_all(self, work: Callable[[], T]) -> list[T]:
         """What work() returns in a thread per device, in which this model is that device's copy. Raises: the first
         exception of a thread, and the others end."""
 
@@ -143,6 +143,6 @@ class TokenTraining(DataParallel):
             for index, microbatch in enumerate(microbatches):
                 given = coming.pop().result()
                 coming += [host.submit(each.prepare) for each in microbatches[index + 1 : index + 2]]
-                losses.append(self.model.together(partial(microbatch.compute, given))[0])
+                losses.append(self.model.on_all(partial(microbatch.compute, given))[0])
                 del given
         return losses

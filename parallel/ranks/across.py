@@ -39,11 +39,11 @@ class AcrossRanks(Runner):
         """See Runner; the losses are of all ranks, on the CPU. Raises: RankLost if another rank has ended or hangs."""
         found = self.run_share(microbatches)
         self._ranks.wait()
-        told = self._add_up(found, len(microbatches))
+        all_losses = self._add_up(found, len(microbatches))
         self._draw_from(f"after {microbatches[0].name}")
-        shares = [told[rank :: self._ranks.count] for rank in range(self._ranks.count)]
-        self.rank_losses = [float(share.mean()) * len(told) for share in shares if len(share)]
-        return list(told.unbind())
+        shares = [all_losses[rank :: self._ranks.count] for rank in range(self._ranks.count)]
+        self.rank_losses = [float(share.mean()) * len(all_losses) for share in shares if len(share)]
+        return list(all_losses.unbind())
 
     def run_share(self, microbatches: Sequence[MicroBatch[Any]]) -> dict[int, float]:
         """Forward and backward of this rank's microbatches alone; their losses by index."""
@@ -78,18 +78,18 @@ class AcrossRanks(Runner):
         main_device = self._parameters[0].device
         sizes = [parameter.numel() for parameter in self._parameters]
         flat = torch.zeros(sum(sizes) + len(sizes) + count, device=main_device)
-        *parts, present, told = flat.split([*sizes, len(sizes), count])
+        *parts, present, all_losses = flat.split([*sizes, len(sizes), count])
         for parameter, part in zip(self._parameters, parts, strict=True):
             if parameter.grad is not None:
                 part.copy_(parameter.grad.flatten())
         present.copy_(torch.tensor([float(each.grad is not None) for each in self._parameters]))
-        told.copy_(torch.tensor([losses.get(index, 0.0) for index in range(count)]))
+        all_losses.copy_(torch.tensor([losses.get(index, 0.0) for index in range(count)]))
         summed = self._ranks.add_up(flat)
-        *parts, present, told = summed.split([*sizes, len(sizes), count])
+        *parts, present, all_losses = summed.split([*sizes, len(sizes), count])
         for parameter, part, num in zip(self._parameters, parts, present.tolist(), strict=True):
             gradient = part.view(parameter.shape).to(parameter.device, parameter.dtype)
             parameter.grad = gradient if num else None
-        return told.cpu()
+        return all_losses.cpu()
 
 
 def fingerprint(parameters: Sequence[nn.Parameter]) -> str:

@@ -90,7 +90,7 @@ class Ranks:
 
     @contextmanager
     def doing(self, *, is_long: bool = False) -> Iterator[None]:
-        """Inside, this rank works alone, or in lockstep with others; see Watch.doing. Raises: RankLost where another
+        """Inside, this rank works alone, or with the other ranks; see Watch.doing. Raises: RankLost where another
         rank does not answer."""
         if self.watch is None:
             yield
@@ -159,7 +159,7 @@ class Ranks:
         self._finish(lambda: dist.broadcast(content, 0, group=self._control, async_op=True))
         return bytes(content.numpy())
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_all(self, work: Callable[[], T]) -> T:
         """What work returns, if it does so on every rank; all ranks. Raises: what it raised here; RankFailed with what
         another rank's said."""
         if self._control is None:
@@ -171,10 +171,10 @@ class Ranks:
             error = found
         is_another = isinstance(error, RankFailed)  # that one tells it, too
         text = "" if error is None else str(error) or type(error).__name__
-        told = self.gather([is_another, text, isinstance(error, ValueError) or getattr(error, "is_refusal", False)])
+        answers = self.gather([is_another, text, isinstance(error, ValueError) or getattr(error, "is_refusal", False)])
         if error is not None:
             raise error
-        failed = min(((later, rank, *said) for rank, (later, *said) in enumerate(told) if said[0]), default=None)
+        failed = min(((later, rank, *said) for rank, (later, *said) in enumerate(answers) if said[0]), default=None)
         if failed is not None:
             raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}", is_refusal=failed[3])
         return result
@@ -193,8 +193,8 @@ class Ranks:
                 with self.doing(is_long=is_long):
                     computed = compute(min(own, count - 1))
                 found |= {own: computed} if own in turn else {}
-        told = {int(index): value for each in self.gather(found) for index, value in each.items()}
-        return [told[index] for index in range(count)]
+        found_by_all = {int(index): value for each in self.gather(found) for index, value in each.items()}
+        return [found_by_all[index] for index in range(count)]
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's, the same bits on each; all ranks."""

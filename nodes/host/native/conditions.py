@@ -23,7 +23,7 @@ class HostConditioner:
     """ComfyUI's encoders as encoding/comfy_sources.py asks for them; those that a way does not need may be None."""
 
     def __init__(self, clip: HostClip | None, vae: HostVae | None, vision: HostVision | None) -> None:
-        self._clip: Any = clip and clip.asked
+        self._clip: Any = clip and clip.given
         self._vae: Any = vae and vae.stock
         self._vision: Any = vision and vision.stock
         self.sees_with = vision.fingerprint if vision else ""

@@ -328,7 +328,7 @@ def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any])
                     whole.through(lambda model, _: of_card(indices.index(id(model)))).backward()
 
             try:
-                whole.together(work)
+                whole.on_all(work)
             finally:
                 rows.remove()
     finally:

@@ -324,7 +324,7 @@ class TokensExecutor(Executor):
         if (rank := self._wholes.rank) is not None:
             self._check_runnable(given.get(OPTIONS) or {}, given.get("control"))
             moved = self._given(rank, given)
-            self._wholes.meet()
+            self._wholes.barrier()
             with current_device(self._plan.devices[rank]):
                 output = self._forwards(own)[rank](**moved)
             return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))

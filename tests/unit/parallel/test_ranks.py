@@ -77,7 +77,7 @@ def test_one_process_alone_agrees_with_itself():
     assert alone.should_stop() and alone.gather({"a": 1}) == [{"a": 1}] and alone.share(b"x") == b"x"
     assert alone.distributed(2, lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
     with pytest.raises(ValueError, match="said"):
-        alone.together(lambda: (_ for _ in ()).throw(ValueError("said")))
+        alone.on_all(lambda: (_ for _ in ()).throw(ValueError("said")))
 
 
 class _SlowWork:

@@ -226,6 +226,6 @@ def test_a_host_is_given_its_inputs_where_each_cards_weights_are(inside: bool) -
         def work() -> torch.Tensor:
             return predict(family, model, given[0], given[1], {"txt": given[2]}, 2.0)
 
-        found = model.together(work) if inside else [work()]
+        found = model.on_all(work) if inside else [work()]
         assert [each.device for each in found] == list(CARDS[: 3 if inside else 1])
         assert all(torch.allclose(on_cpu(each), expected, rtol=1e-12) for each in found)

@@ -162,7 +162,7 @@ def test_no_forward_begins_before_all_ranks_have_its_inputs_or_are_done() -> Non
         for _ in range(num_forwards):
             threading.Event().wait(delay)
             seen.append(("ready", wholes.rank or 0))
-            wholes.meet()
+            wholes.barrier()
             seen.append(("begins", wholes.rank or 0))
 
     wholes.run([lambda: job(3, 0.0), lambda: job(1, 0.05)])
@@ -180,7 +180,7 @@ def test_a_failing_rank_ends_the_others_at_their_next_block(error: type[BaseExce
             HERE.on_block()
 
     def at_a_meeting() -> None:
-        wholes.meet()
+        wholes.barrier()
         passed.append("the meeting")
 
     def fail() -> None:
