@@ -46,7 +46,7 @@ def main() -> int:
     what, cards = "tokens" if options.tokens else "history", ["--gpus"] * options.gpus
 
     def play(first: int) -> collections.Counter[str]:
-        """Every history of a process, each told when it is over; "different" for those that it died before."""
+        """Every history of a process, each told when it is over; "not played" for those that it died before."""
         verdicts: collections.Counter[str] = collections.Counter()
         seeds = range(first, options.first + options.histories, options.processes)
         with tempfile.TemporaryDirectory() as folder:
@@ -57,13 +57,13 @@ def main() -> int:
                 steps = history["steps"] if kind == "different" else []
                 if kind != "equal":
                     print("\n    ".join([f"{what} {seed}: {history['verdict'][:400]}", *steps]), flush=True)
-        verdicts["different"] += len(seeds) - verdicts.total()
-        return verdicts
+        verdicts["not played"] += len(seeds) - verdicts.total()
+        return +verdicts
 
     with ThreadPoolExecutor(options.processes) as pool:
         verdicts = sum(pool.map(play, range(options.first, options.first + options.processes)), collections.Counter())
     print("  ".join(f"{name} {count}" for name, count in verdicts.most_common()))
-    return 1 if verdicts["different"] else 0
+    return 1 if verdicts["different"] or verdicts["not played"] else 0
 
 
 def _answers(command: list[str], cases: list[str]) -> Iterator[dict[str, list[str] | str]]:
