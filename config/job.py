@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..system.files import read_ordinary, write_atomically
@@ -138,7 +138,7 @@ def make_job(values: Mapping[str, Any]) -> JobConfig:
     _refuse_endless(values)
     today, _ = with_todays_names(job_keys(), values)
     try:
-        return JobConfig(**today)
+        return TypeAdapter(JobConfig).validate_python(today)  # not by keywords, which the file names
     except ValidationError as error:
         problems = problems_of(error)
         lines = [_shortened(_describe(problem)) for problem in problems[:_MOST_PROBLEMS]]

@@ -61,6 +61,7 @@ def test_toml_round_trip(tmp_path):
         ("split", {"devices": ["a", "b"], "balance": "manual", "split_at": [1, 2]}, "give 1, the first block"),
         ("output", {"name": "../x"}, "plain file name"), ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
         ("nonsense", {"a": 1}, r"nonsense: there is no such key"),
+        ("__dataclass_self__", {"a": 1}, r"__dataclass_self__: there is no such key"),
         ("pipeline", {"schedule": "none", "depth": 3}, "pipeline: there is no such key"),
         ("optimizer", {"text_encoder_learning_rate": 0.5}, r"needs lora\.text_encoder = true; set it"),
         ("data", {"encoded": "a.json"}, "folders of images, or encoded, and not both"),
