@@ -173,7 +173,7 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Range(0.0, 10.0)] = 0.01
     options: dict[str, Any] = field(default_factory=dict)
     allow_import: bool = setting(False, is_free=True)
-    kahan: bool = False
+    kahan: bool = setting(False, is_free=True)
     text_encoder_learning_rate: Annotated[float, Range(1e-10, 1.0, or_zero=True)] = 0.0
 
     @property

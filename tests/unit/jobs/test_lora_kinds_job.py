@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.config.job import JobConfig
+from devicebridge.config.job import JobConfig, differing_keys
 from devicebridge.jobs import build as build_module
 from devicebridge.jobs.job import check_job
 from devicebridge.jobs.read_job import read_job
@@ -169,6 +169,8 @@ def test_a_run_of_an_earlier_version_by_kahans_sums_goes_on_in_float32(tmp_path:
     sections = {"train": {"steps": 3}, "output": {"lora_layout": "diffusers", "lora_dtype": "float32"}}
     job = _job(tmp_path, "run", lora={"dtype": "bfloat16"}, optimizer={"kahan": True}, **sections)
     assert job.lora.dtype == "float32" and run_on_cards(job).step == 3
+    without = dataclasses.replace(job.optimizer, kahan=False)
+    assert differing_keys(job, dataclasses.replace(job, optimizer=without)) == []
     folder = tmp_path / "run" / "checkpoints"
     state = load_checkpoint(folder / "step-000003")
     names = [f"{target}.lora_{half}.weight" for target in read_job(job).targets for half in "AB"]
