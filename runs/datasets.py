@@ -63,7 +63,7 @@ def _described(each: Captioned) -> dict[str, Any]:
     known = {name: value for name, value in vars(each).items() if name != "path"}
     sides = {"size": each.size and each.size[::-1], "buckets": [bucket[::-1] for bucket in each.buckets]}
     file = {"file": each.path.name, "changed": each.path.stat().st_mtime_ns // 1_000_000}
-    return known | sides | file
+    return known | sides | file | {"problem": each.problem.replace(str(each.path).removesuffix(each.path.name), "")}
 
 
 def _picture(find: Find, values: dict[str, Any]) -> Answer:

@@ -71,6 +71,14 @@ def test_a_folder_is_shown_with_captions_and_buckets_missing_first(api: Api) -> 
     assert found["files"][0]["buckets"] == [(80, 48), (32, 32)]
 
 
+def test_what_is_wrong_with_a_file_is_said_without_the_folders_around_it(api: Api, folder: Path) -> None:
+    (folder / "a.png").write_bytes(b"nonsense")
+    (folder / "b.txt").write_bytes(b"\xff")
+    files = _get(api, "dataset", "folder=dogs").values["files"]
+    problems = {each["file"]: each["problem"].partition(":")[0] for each in files}
+    assert problems == {"a.png": "a.png", "b.png": "b.txt"} and str(folder) not in str(files)
+
+
 def test_a_folder_with_settings_of_its_own_is_shown_as_training_takes_it(api: Api, folder: Path) -> None:
     Image.new("RGB", (96, 64)).save(folder / "c.png")
     (folder / "c.txt").write_text("")
