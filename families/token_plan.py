@@ -84,8 +84,8 @@ class TokenPlan:
         makes_mask: of attention that makes a mask by the length it sees: (rank's rows, module, mask, axis) -> mask.
         passes_options: whether blocks hand transformer_options on to attention. Else the names by which the class's
             modules call attention are led to us while a forward runs.
-        released: an argument of the first block that the class's forward keeps and never reads again. Without
-            gradients it gets this rank's rows, so that the memory of all rows is free while that block is computed.
+        released: an argument of the first block that the class's forward keeps and never reads again. Outside of
+            trainings it gets this rank's rows, so that the memory of all rows is free while that block is computed.
         one_frame: the plan of a clip of one frame.
     """
 

@@ -15,7 +15,7 @@ from devicebridge.parallel.runner import MicroBatch
 from torch import nn
 
 PLAN = TokenPlan({"blocks": BlockRows("img=img@1 txt=txt@1 pe=txt+img@1", "attn=txt+img")}, out="0=img@1")
-WHOLE_TEXT = TokenPlan(PLAN.blocks, out="", tail="last=img@1", whole=("txt",))
+WHOLE_TEXT = TokenPlan(PLAN.blocks, out="", tail="last=img@1", whole=("txt",), released="img")
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -229,7 +229,7 @@ class TokenParallel:
         self.shares, self.groups, self.exchange = tuple(shares), groups, exchange
         self._hooks = HookSet()
         self._pool = ThreadPool()
-        self.newest: dict[int, Rows] = {}  # of a rank's forward in training, whose blocks may be computed again
+        self.newest: dict[int, Rows] = {}  # of a rank's forward in training; blocks read their arguments twice
         self.on_keys: Callable[[int, str, torch.Tensor], Any] | None = None  # called with rank, axis and gathered keys
 
     def attach(self) -> None:
@@ -314,7 +314,7 @@ class TokenParallel:
                 here.passes[list_name, name].append(here.lengths)
             bound = signature.bind(*args, **kwargs)
             is_own = not (bound.arguments.get(OPTIONS) or {}).get("patches_replace")  # others' code may call it twice
-            may_release = is_first and is_own and not torch.is_grad_enabled()
+            may_release = is_first and is_own and not (torch.is_grad_enabled() or rank in self.newest)
             kept = bound.arguments.get(here.plan.released) if may_release else None
             _cut_arguments(here, bound.arguments, here.plan.blocks[list_name], name)
             if kept is not None:
