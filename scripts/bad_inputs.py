@@ -1,11 +1,11 @@
 """Wrong inputs through the real command: no traceback, no hang, no damage that passes in silence.
 
-The cases are those of tests/bad_inputs.py and its neighbours, and so many more of chance. Each
-runs in a fork of this process, in a copy of a tiny job's folder, with its memory limited. A case that takes more than
-10 s runs a second time with a minute of patience, for the machine may have been busy; late again, it hangs. Prints a
-table of groups and every case that went wrong; ends with exit code 1 if any did. Needs os.fork, so no Windows; no GPU.
+The cases are those of tests/bad_inputs.py and its neighbours. Each runs in a fork of this process, in a copy of a tiny
+job's folder, with its memory limited. A case that takes more than 10 s runs a second time with a minute of patience,
+for the machine may have been busy; late again, it hangs. Prints a table of groups and every case that went wrong; ends
+with exit code 1 if any did. Needs os.fork, so no Windows; no GPU.
 
-    scripts/bad_inputs.py --chance 200 --seed 0
+    scripts/bad_inputs.py --only datasets
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _run_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Outcome]:
-    for case in bench.cases(arguments.chance, arguments.seed):
+    for case in bench.cases():
         is_wanted = arguments.case in case.name and (not arguments.only or case.group in arguments.only)
         if not is_wanted:
             continue
@@ -89,7 +89,7 @@ class Bench:
         shutil.copytree(self.place, self.bases["trained"])
         self.lora = (self.bases["trained"] / LORA).read_bytes()
 
-    def cases(self, num_chance: int, seed: int) -> Iterator[Case]:
+    def cases(self) -> Iterator[Case]:
         from devicebridge.tests import bad_files, bad_inputs, bad_runs
 
         plain, trained = self.bases.values()
@@ -101,7 +101,6 @@ class Bench:
         yield from bad_runs.checkpoint_cases(trained)
         yield from bad_runs.cache_cases(trained)
         yield from bad_runs.command_cases()
-        yield from bad_runs.random_cases(trained, num_chance, seed)
 
     def run(self, case: Case, limit_s: float = LIMIT_S) -> Outcome:
         from devicebridge.tests.bad_inputs import LORA, fault_of, place_copy
@@ -165,8 +164,6 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chance", type=int, default=200, help="cases of random damage")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="GROUP", help="a group of the table; may be repeated")
     parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose name has this")
     return parser.parse_args()

@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.variables  # which remembers functions of torch that are others inside device_module
 from torch._tensor import _convert
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass

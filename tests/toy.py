@@ -26,8 +26,6 @@ class TinyFamily:
         latent_shape: [C, F, H, W] of one sample.
         text_shapes: of one sample's text tensors, by name.
         guidance: None where this model has no guidance input.
-        copies_per_border: tensors that cross when half of the blocks live on a second device; constants count once.
-        copies_home: tensors that come back from there.
     """
 
     name: str
@@ -36,8 +34,6 @@ class TinyFamily:
     latent_shape: tuple[int, int, int, int]
     text_shapes: Mapping[str, tuple[int, ...]]
     guidance: float | None
-    copies_per_border: int
-    copies_home: int
     # class names: diffusers' pipeline, ComfyUI's model; diffusers' single-file converter
     pipeline_class: str
     comfyui_class: str
@@ -46,8 +42,7 @@ class TinyFamily:
     encoders: tuple[tuple[str, int, str, str], ...]
     # what the transformer's config says of the text's width when these encoders make it
     encoder_widths: Mapping[str, int]
-    # LoRA targets beyond the usual ones, and some of the layers that the original stacks, not the first ones
-    more_targets: tuple[str, ...]
+    # some of the layers that the original stacks, not the first ones
     stack_parts: tuple[str, ...]
     # the published default shift of the noise schedule, by image tokens
     shift: Callable[[int], float]
@@ -140,12 +135,10 @@ TINY: dict[str, TinyFamily] = {
     "flux2": TinyFamily(
         name="flux2", transformer_config={**_FLUX, "timestep_guidance_channels": 32, "axes_dims_rope": (4, 4, 4, 4)},
         vae_config=_KL, latent_shape=(16, 1, 4, 6), text_shapes={"prompt_embeds": (5, 24)}, guidance=1.0,
-        copies_per_border=4,  # hidden states, modulation, two rotary tables
-        copies_home=1, pipeline_class="Flux2Pipeline", comfyui_class="Flux2",
+        pipeline_class="Flux2Pipeline", comfyui_class="Flux2",
         converter="convert_flux2_transformer_checkpoint_to_diffusers",
         encoders=(("mistral3", 31, "text_encoder", "tokenizer"),),
         encoder_widths={"joint_attention_dim": 48},  # three layers side by side
-        more_targets=("norm_out.linear", "x_embedder"),
         stack_parts=("*.attn.to_v", "*.attn.add_k_proj", "*.ff.linear_in"), shift=_flux_shift,
         without_guidance={"guidance_embeds": False},
     ),
@@ -156,11 +149,10 @@ TINY: dict[str, TinyFamily] = {
         },
         vae_config={**_KL, "scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False},
         latent_shape=(4, 1, 8, 12), text_shapes={"prompt_embeds": (5, 24), "pooled_prompt_embeds": (12,)}, guidance=1.0,
-        copies_per_border=5,  # two hidden states, time embedding, two rotary tables
-        copies_home=2, pipeline_class="FluxPipeline", comfyui_class="Flux",
+        pipeline_class="FluxPipeline", comfyui_class="Flux",
         converter="convert_flux_transformer_checkpoint_to_diffusers",
         encoders=(("clip", 2, "text_encoder", "tokenizer"), ("t5", 2, "text_encoder_2", "tokenizer_2")),
-        encoder_widths={"joint_attention_dim": 16, "pooled_projection_dim": 16}, more_targets=("norm_out.linear",),
+        encoder_widths={"joint_attention_dim": 16, "pooled_projection_dim": 16},
         stack_parts=("*.attn.to_k", "*.proj_mlp", "*.attn.add_v_proj"), shift=_flux_shift,
         without_guidance={"guidance_embeds": False},
     ),
@@ -176,10 +168,9 @@ TINY: dict[str, TinyFamily] = {
             "scale_factor_temporal": 2,
         },
         latent_shape=(4, 3, 4, 6), text_shapes={"prompt_embeds": (5, 24)}, guidance=None,
-        copies_per_border=5,  # hidden states, text states, modulation, two rotary tables
-        copies_home=1, pipeline_class="WanPipeline", comfyui_class="WAN21",
+        pipeline_class="WanPipeline", comfyui_class="WAN21",
         converter="convert_wan_transformer_to_diffusers", encoders=(("umt5", 2, "text_encoder", "tokenizer"),),
-        encoder_widths={"text_dim": 16}, more_targets=("proj_out",), stack_parts=("*.attn2.to_k", "*.ffn.net.2"),
+        encoder_widths={"text_dim": 16}, stack_parts=("*.attn2.to_k", "*.ffn.net.2"),
         shift=lambda num_tokens: 3.0,
     ),
 }  # fmt: skip

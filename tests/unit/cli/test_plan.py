@@ -89,15 +89,6 @@ def test_a_scheme_takes_the_place_of_the_jobs(tmp_path, monkeypatch, capsys):
     assert f"{{{','.join(get_args(ModelScheme))}}}" in capsys.readouterr().err
 
 
-def test_a_clip_is_planned_by_its_length(tmp_path, monkeypatch, capsys):
-    _publish_tiny(tmp_path, "wan", monkeypatch)
-    image, clip = (_values(capsys, "--model", "tiny", "--resolution", "32", "--frames", n) for n in ("1", "17"))
-    assert (image["frames"], clip["frames"]) == (1, 17)
-    assert clip["devices"][0]["needed"] > image["devices"][0]["needed"]
-    assert main(["plan", "--model", "tiny", "--resolution", "32", "--frames", "17", "--cards", "1GB"]) == 0
-    assert "32x32 pixels, 17 frames, batch 1" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "model, asked, size",
     [

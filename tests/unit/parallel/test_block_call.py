@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from devicebridge.parallel.offload.recompute import BlockCall, checkpoint_calls, module_of, recompute
+from devicebridge.parallel.offload.recompute import checkpoint_calls, recompute
 from devicebridge.tests.toy import slopes
 from torch import nn
 
@@ -73,20 +73,6 @@ def test_a_second_time_wraps_no_second_time():
     for _ in range(2):
         checkpoint_calls([block], _recompute, ("options",))
     assert type(block).__mro__[1] is cls and type(block).__name__ == "Block" and isinstance(block, Block)
-
-
-def test_a_call_has_the_blocks_parameters_and_form():
-    block = _made()
-    x, context, scale = _inputs()
-    given = {"context": context, "scale": scale, "options": {}}
-    call = BlockCall(block, given, ("options",))
-    assert module_of(call) is block is module_of(block)
-    assert list(call.parameters()) == list(block.parameters())
-    values = call.values((x,), given)
-    assert len(values) == 3 and values[0] is x
-    nothing, rest = call.whole(call(*values))
-    assert nothing is None
-    torch.testing.assert_close(rest["x"], block(x, context, scale=scale)[1]["x"])
 
 
 def test_what_waits_in_host_memory_is_nowhere_else():

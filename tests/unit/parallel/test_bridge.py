@@ -243,13 +243,6 @@ def test_a_skipped_last_block_is_answered_by_the_tail():
             _run(*without_free_parameter(PLACES, tail=False), skip=(3,))
 
 
-def test_last_block_hands_home_what_no_module_takes():
-    """The tail's scale is a free parameter: without the last block's hook it would meet the stream on another card."""
-    with emulated_cards():
-        model, bridge = _make(PLACES, tail=False)
-        assert torch.equal(_run(model, bridge), _expected())
-
-
 @MODES
 def test_hidden_states_do_not_pile_up(mode, no_collector):
     """Twelve borders; of the hidden states handed to blocks only those in use and the ones just left are alive."""

@@ -55,22 +55,6 @@ def test_everyone_gets_the_parts_of_all_in_the_order_of_ranks(size) -> None:
         assert gathered == [[10.0 * number + each for each in ranks] for number in range(50)]
 
 
-def test_a_fast_thread_may_be_a_collective_ahead() -> None:
-    """It brings its next part before the other one has taken this one."""
-    group, ahead = Collective(3, _send), threading.Event()
-
-    def work(rank: int) -> list[float]:
-        first = group.all_gather(rank, "a", torch.tensor(1.0 + rank))
-        if rank == 2:
-            assert ahead.wait(LONG)
-        elif rank == 0:
-            threading.Timer(0.05, ahead.set).start()
-        second = group.all_gather(rank, "b", torch.tensor(11.0 + rank))
-        return [float(part) % 1000 for part in first + second]
-
-    assert _together(3, work) == [[1, 2, 3, 11, 12, 13]] * 3
-
-
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_abort_wakes_all_and_ends_what_follows(failing) -> None:
     group = Collective(3, _send)
@@ -96,23 +80,6 @@ def test_threads_at_different_places_are_an_error_for_all() -> None:
     text = str(found[0])
     assert "the devices are at different places" in text and "img_attn.proj" in text and "img_mlp.2" in text
     assert {str(error) for error in found} == {text}
-
-
-@pytest.mark.parametrize("absent", [0, 1, 2])
-def test_a_thread_that_has_finished_a_round_is_waited_for_by_nobody(absent) -> None:
-    group = Collective(3, _send)
-
-    def work(rank: int) -> None:
-        for number in range(3):
-            group.all_gather(rank, "a", torch.zeros(1))
-            if (rank, number) != (absent, 2):
-                group.all_gather(rank, "b", torch.zeros(1))
-            group.finish(rank)
-
-    found = _together(3, work)
-    assert found[absent] is None
-    for rank in {0, 1, 2} - {absent}:
-        assert str(found[rank]) == "the devices are at different places: one at the end, one at b"
 
 
 @pytest.mark.parametrize("shape", [(1, 11, 4), (7,)])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model, distributed
+from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
@@ -130,10 +130,6 @@ def test_a_copy_is_the_same_model_elsewhere_and_shares_nothing():
         for name, tensor in expected.items():
             assert found[name].device == NEXT and torch.equal(on_cpu(found[name]), on_cpu(tensor))
         assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
-
-
-def test_micro_batches_are_dealt_in_turns():
-    assert [list(map(len, distributed(count, 3))) for count in (7, 2)] == [[3, 2, 2], [1, 1, 0]]
 
 
 def _linear(card):

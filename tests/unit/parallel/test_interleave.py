@@ -9,13 +9,10 @@ import weakref
 
 import pytest
 import torch
-from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.interleave import Interleave
-from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
-from devicebridge.tests.placed import apply_block_split, arrivals_noted, forward_of
+from devicebridge.tests.placed import arrivals_noted, forward_of
 from devicebridge.tests.streams import Clock, SimulatedMachine
-from devicebridge.tests.toy import TINY
 from devicebridge.tests.unit.parallel.test_bridge import NUM_CONSTANTS, WIDTH, _make
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -59,25 +56,6 @@ def test_results_are_those_of_one_forward_after_the_other(devices, transport, co
             results = interleave.run(_jobs(model, bridge, count))
             assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
             assert len(results) == count and bridge.traffic is None and not bridge.is_running
-
-
-def test_a_block_split_is_interleaved_by_its_bridge():
-    """Whose model begins and ends the forwards by hooks of its own."""
-    tiny, family = TINY["flux2"], FAMILIES["flux2"]
-    with emulated_cards(), torch.inference_mode():
-        model = tiny.make_model(seed=0)
-        names = block_names(model, family)
-        split = apply_block_split(model, family, plan_manual(names, [HOME, NEXT], [len(names) // 2]))
-
-        def make_job(seed):
-            inputs = tiny.make_inputs(seed=seed)
-            inputs = {k: v.to(HOME) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            return lambda: model(**inputs, return_dict=False)[0]
-
-        jobs = [make_job(seed) for seed in range(3)]
-        expected = [on_cpu(job()) for job in jobs]
-        results = Interleave(split.bridge).run(jobs)
-    assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
 
 
 def test_order_of_issue_is_the_pipeline():

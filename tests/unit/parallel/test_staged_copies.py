@@ -6,7 +6,7 @@ import pytest
 import torch
 from devicebridge.parallel import staged_copies as staged_module
 from devicebridge.parallel.staged_copies import SideStreams, copies_between
-from devicebridge.parallel.transfer import CurrentStreams, Versioned, settle
+from devicebridge.parallel.transfer import Versioned, settle
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.streams import Clock, HostClock
 
@@ -79,15 +79,6 @@ def test_messages_that_are_sent_at_once_both_ways_do_not_overwrite_each_other(ma
         assert first < last, "the target computes before the last message is there"
 
 
-def test_memory_is_recorded_where_it_is_used(machine) -> None:
-    with emulated_cards(2), machine.installed():
-        tensor, copies = _product(), SideStreams(None, PIECE_BYTES)
-        found = copies.copy(tensor, NEXT, {})
-        leaving, arriving = copies.pairs[HOME, NEXT]
-        assert (leaving.device, arriving.device) == (HOME, NEXT)
-        assert [(id(t), s) for t, s in machine.used_on] == [(id(tensor), leaving), (id(found), machine.default[NEXT])]
-
-
 def test_devices_without_streams_copy_as_ever() -> None:
     with emulated_cards(2):
         tensor, arrivals = torch.ones(3).to(HOME), {}
@@ -134,21 +125,6 @@ def test_what_is_made_with_a_version_leaves_the_modes_as_they_were(around) -> No
                 assert made._version == version + 1 and made.requires_grad is (around is torch.enable_grad)
                 raise KeyError
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
-
-
-@pytest.mark.parametrize("current", [0, 1, 2])
-def test_streams_and_the_current_card_are_those_from_before(machine, current) -> None:
-    """Whether a copy begins on the source's card, as most do, on the target's or on another one."""
-    with machine.installed():
-        ours = machine.Stream(HOME), machine.Stream(NEXT)
-        theirs = machine.Stream(NEXT)
-        machine.set_stream(theirs)
-        machine.set_device(current)
-        with CurrentStreams(machine, *ours) as before:
-            assert machine.current_device() == current
-            assert [machine.current_stream(index) for index in (0, 1)] == list(ours)
-        assert before == [machine.default[HOME], theirs] and machine.current_device() == current
-        assert [machine.current_stream(index) for index in (0, 1, 2)] == [*before, machine.default[THIRD]]
 
 
 def test_several_tensors_wait_once_and_are_waited_for_together(machine) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_card
 from devicebridge.tests.placed import bring_to_host
 from devicebridge.tests.tiny_split import BrokenBackward
 from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, Block, Toy, make_toy, make_training, microbatches
-from devicebridge.training.objective import predict
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
@@ -204,28 +202,3 @@ def test_a_card_that_fails_ends_the_others_and_the_next_step_works(at: str, wher
         assert not training.model._rows.newest  # nothing of a step is held
         handle.remove()
         _check(training, make_toy())
-
-
-class _Host:
-    def predict(self, model: Any, noisy: Any, sigmas: Any, given: Any, guidance: Any) -> torch.Tensor:
-        img = noisy[:, :, 0, 0].transpose(1, 2) * sigmas * model.front.weight.mean()
-        return model(img, given["txt"]) * guidance
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_host_is_given_its_inputs_where_each_cards_weights_are(inside: bool) -> None:
-    family: Any = SimpleNamespace(host=_Host())
-    draw = torch.Generator().manual_seed(3)
-    noisy, txt = (torch.randn(size, generator=draw, dtype=torch.float64) for size in ((1, 6, 1, 1, 11), (1, 5, 6)))
-    sigmas = torch.full((1,), 0.5, dtype=torch.float64)
-    expected = predict(family, make_toy(), noisy, sigmas, {"txt": txt}, 2.0)
-    with emulated_cards(3), factories_on_cards(), torch.no_grad():
-        model = make_training(make_toy(), CARDS[:3], PLAN, recomputes=True).model
-        given = [each.to(CARDS[0]) for each in (noisy, sigmas, txt)]
-
-        def work() -> torch.Tensor:
-            return predict(family, model, given[0], given[1], {"txt": given[2]}, 2.0)
-
-        found = model.on_all(work) if inside else [work()]
-        assert [each.device for each in found] == list(CARDS[: 3 if inside else 1])
-        assert all(torch.allclose(on_cpu(each), expected, rtol=1e-12) for each in found)

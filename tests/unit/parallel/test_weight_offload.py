@@ -94,12 +94,6 @@ def test_offloaded_blocks_are_spread_over_those_that_are_recomputed():
             assert not gaps or max(gaps) - min(gaps) <= 1 and min(gaps) >= 1
 
 
-def test_each_device_has_its_own():
-    placement = plan_manual(tuple(f"blocks.{i}" for i in range(7)), [HOME, NEXT], [3])
-    places = place_offloaded(placement, (1, 0), (1, 4))
-    assert places == {"blocks.1": HOME, **{f"blocks.{i}": NEXT for i in (3, 4, 5, 6)}}
-
-
 @pytest.mark.parametrize(
     ("name", "cards", "ahead", "settings"),
     [

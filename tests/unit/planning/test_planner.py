@@ -246,15 +246,6 @@ def test_a_pipeline_is_chosen_by_itself():
     assert plan_training(_made_up(cards, ONES)).setting.strategy == "none"  # nothing to overlap
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_a_pipeline_of_equal_stages_takes_its_slowest_one(ahead):
-    sections = {"train": {"gradient_accumulation_steps": 4}, "split": {"blocks_without_checkpointing": [0, 0]}}
-    parallel = {"strategy": "pipeline", "microbatches_ahead": ahead}
-    plan = plan_training(_made_up(make_cards(100, 100), ONES, parallel=parallel, **sections))
-    assert plan.step_s == pytest.approx(3 * (10 + 3 * 5))
-    assert [device.held for device in plan.devices] == [min(2 + ahead, 4), 1]
-
-
 def test_without_a_pipeline_equal_cards_are_filled_evenly_and_a_faster_one_more():
     even = plan_training(_made_up(make_cards(6.5, 6.5), ONES))
     assert [device.num_blocks for device in even.devices] == [5, 5]
