@@ -297,7 +297,7 @@ class AllRows(torch.autograd.Function):
 
 def uncounted(output: torch.Tensor) -> torch.Tensor:
     """A result that all ranks have, on a rank whose loss does not count."""
-    made = output.view_as(output)
+    made = output.clone()  # a later write into a view would leave the hook behind
     if made.requires_grad:
         made.register_hook(torch.zeros_like)
     return made

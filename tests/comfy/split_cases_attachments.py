@@ -24,6 +24,7 @@ import torch
 from comfy.ldm.modules.attention import attention_basic, optimized_attention
 from comfy_extras.nodes_model_patch import ZImageControlPatch
 from devicebridge.families.comfy.registry import find_native
+from devicebridge.nodes.host.split.attachments import guard_options
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
@@ -177,6 +178,12 @@ def writes_into_what_an_attention_patch_gets(case: Case) -> None:
 
     _compare(case, "q, which is not returned", "flux1", flux)
     _compare(case, "the context", "sdxl", unet, settings=({}, {"balance": "manual", "split_at": (3,)}), cfg=3.0)
+
+    seen: list[torch.device] = []
+    options = {"patches": {"of a pack": [lambda options, x: seen.append(x.device) or x]}}
+    (patch,) = guard_options(options, types.SimpleNamespace(main_device=HOME), None)["patches"]["of a pack"]  # type: ignore[arg-type]
+    returned = patch({"sigmas": torch.ones(1, device=HOME)}, torch.ones(2, device=OTHER))
+    case.check("x, behind options of the main card", (*seen, returned.device) == (HOME, OTHER), (seen, returned.device))
 
 
 @case
@@ -452,6 +459,9 @@ def verify_stops_what_is_wrong(case: Case) -> None:
         case.refused("it stops", run, RuntimeError, "verify", "conditioning 0 by up to", "patches")
     reference = host.sample(_changed(host.load("z_image", load_device=CPU), change, CPU), "z_image")
     case.equal("with the guard", host.sample(divided, "z_image"), reference)
+    counting = _changed(split(host.load("flux1"), verify=True), _count_in_the_attention, HOME)
+    run = functools.partial(host.sample, counting, "flux1", cfg=4.0)
+    case.refused("what keeps state", run, RuntimeError, "keeps state", "attention override")
 
 
 # The names by which a class's code asks for patches.

@@ -167,6 +167,18 @@ def layers_run_by_a_patch(case: Case) -> None:
 
 
 @case
+def what_is_around_the_model(case: Case) -> None:
+    def change(model: Any, device: torch.device) -> None:
+        bias = _noise(1, 16, 8, 8, device=device)
+        model.set_model_unet_function_wrapper(
+            lambda run, given: run(given["input"] + 0.1 * bias, given["timestep"], **given["c"]) * 1.01
+        )
+        model.set_model_rope_options(1.5, 0.0, 0.7, 2.0, 1.0, 0.0)
+
+    _compare(case, "flux1", "flux1", change, cfg=3.0)
+
+
+@case
 def injections_and_callbacks(case: Case) -> None:
     """What a pack installs when a MODEL is loaded sees every block, and is gone when it is unloaded."""
     host = case.host

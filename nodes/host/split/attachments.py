@@ -22,6 +22,7 @@ from comfy.controlnet import ControlLora
 from comfy.patcher_extension import CallbacksMP
 from comfy.utils import set_attr_param
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ....families.token_plan import TokenPlan
 from ....parallel.local.borrow import Borrowed, Residuals
@@ -29,7 +30,6 @@ from ....parallel.local.bridge import Bridge
 from ....parallel.local.tokens import HERE, RowsError
 from ....parallel.transfer import current_device
 from ....patches.changes import code_of, foreign_methods, replaced_methods
-from ....patches.hooks import tensors_reached
 from .model_copy import reachable
 from .plan import SplitPlan
 from .shown_inputs import OVERRIDE
@@ -347,9 +347,9 @@ def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
     """The patch with its tensors on the main card; what it returns or writes goes back to where they were."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        options = {key for key, value in kwargs.items() if isinstance(value, dict) and is_options(value)}
-        tensors = tensors_reached((args, kwargs), {*PASSED_BY, *options})
-        device = tensors[0].device if tensors else bridge.main_device
+        given = args, {name: value for name, value in kwargs.items() if name not in PASSED_BY}
+        leaves = tree_leaves(given, lambda each: isinstance(each, dict) and is_options(each))
+        device = next((each.device for each in leaves if isinstance(each, torch.Tensor)), bridge.main_device)
         if device == bridge.main_device:
             return patch(*args, **kwargs)
         borrowed = Borrowed([args, kwargs], bridge.main_device, is_passed=is_options, passed_by=PASSED_BY)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local.collectives import Collective, Tensors, decode, encode
+from devicebridge.parallel.local.collectives import Collective, Tensors, decode, encode, uncounted
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 LONG = 20.0  # seconds: a thread that is stuck fails the test and does not hang it
@@ -171,3 +171,12 @@ def test_sums_that_8_bits_would_not_shorten_are_exact(tensor) -> None:
     assert all(torch.equal(each, tensor + tensor) for each in _together(2, lambda r: group.all_reduce(r, "a", tensor)))
     gathered = _together(2, lambda rank: group.all_gather(rank, "b", tensor))
     assert all(torch.equal(each, tensor) for found in gathered for each in found)
+
+
+@pytest.mark.parametrize("use", [torch.square, lambda y: y.mul_(3), lambda y: y[1:].mul_(3)])
+def test_a_result_that_does_not_count_has_no_gradient(use: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    found = uncounted(2 * x)
+    use(found)
+    found.square().sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3))
