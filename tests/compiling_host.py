@@ -1,18 +1,8 @@
 """ComfyUI's compiler, simulated on emulated cards: it records allocations, captures blocks, and minds what is foreign.
 
-Written after what was read of comfy/model_prefetch.py and comfy_aimdo (docs/internals/upstream_facts.md):
-
-- A graph belongs to the thread that began it, and sees what that thread allocates, on whatever card: streams are told
-  apart by their handle, and the default stream's is 0 on every card. The real one then hands out memory of its own card
-  for a tensor of another one. Here that is an error at once.
-- What a graph gave out must be freed in its thread while it is active; elsewhere the real process ends. Here the graph
-  fails.
-- The second forward must ask for the same sizes in the same order (as with --assert-graph-breaks).
-- Only the thread that made a graph can free it: `cleanup_prefetch_queues` leaves those of other threads.
-- A block is captured from its second run on, on one card.
-
-`Generation` says which of the host's shapes it has: 0.33 only captures blocks, 0.35 keeps a graph on the model, later
-versions keep one per thread.
+Written after what was read of comfy/model_prefetch.py and comfy_aimdo (docs/internals/upstream_facts.md). Where the
+real process would end, or hand out memory of another card, the graph fails here. `Generation` says which of the host's
+shapes it has: 0.33 only captures blocks, 0.35 keeps a graph on the model, later versions keep one per thread.
 """
 
 import contextlib

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import resource
 import runpy
 import sys
 import weakref
@@ -86,8 +85,6 @@ def run(item, joined_ranks):
         "status": result.status, "step": result.step, "losses": result.losses, "before": result.eval_before,
         "after": result.eval_after,
         "placements": [each.values["placement"] for each in seen if "placement" in each.values],
-        "memory": [sorted(event.values) for event in seen if event.kind == "memory"],
-        "peak_mb": ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024),
     }  # fmt: skip
 
 

@@ -48,7 +48,6 @@ ON_TWO = {
     "pipeline in each": {"parallel": {"strategy": "pipeline"}, "split": {"devices": CARDS}, "train": SHORT},
 }
 LONG_ON_TWO = {
-    "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "gradient_checkpointing": False}},
     "fsdp, compiled": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "compile": "auto"}},
     "data, a broken compiler": {"parallel": {"strategy": "data"}, "train": {**SHORT, "compile": "auto"}},
     "fsdp, compiled and kept": {

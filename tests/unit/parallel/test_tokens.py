@@ -279,11 +279,13 @@ def test_the_first_error_of_a_rank_ends_all(toy: Toy) -> None:
     assert rows.rows is None, "this thread's forward is over"
 
 
-def test_without_a_forward_of_ranks_a_hooked_model_computes_as_before(toy: Toy) -> None:
-    expected = toy(**inputs(), attend=whole)
+def test_without_a_forward_of_ranks_a_hooked_model_computes_as_before_and_is_asked_at_each_block(toy: Toy) -> None:
+    expected, calls = toy(**inputs(), attend=whole), list[int]()
     rows = ranks(toy)
     rows.attach()
-    assert torch.equal(rows._modules[0](**inputs(), attend=rows.attend), expected)
+    with mock.patch.object(HERE, "on_block", lambda: calls.append(1)):
+        assert torch.equal(rows._modules[0](**inputs(), attend=rows.attend), expected)
+    assert len(calls) == 4
     rows.remove()
     assert torch.equal(rows._modules[0](**inputs(), attend=whole), expected)
 
@@ -507,14 +509,6 @@ def test_residuals_are_cut_until_rows_are_gathered() -> None:
             act()
     here.is_gathered = True
     assert residuals.pop(0) is whole_rows
-
-
-def test_a_thread_that_computes_all_rows_is_asked_at_each_block(toy: Toy) -> None:
-    rows, calls = ranks(toy), list[int]()
-    rows.attach()
-    with mock.patch.object(HERE, "on_block", lambda: calls.append(1)):
-        rows._modules[0](**inputs(), attend=whole)
-    assert len(calls) == 4
 
 
 class Led(nn.Module):

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -140,19 +139,6 @@ def test_a_task_that_was_withdrawn_never_runs():
     task.start()
     task.join()
     assert seen == []
-
-
-def test_results_come_by_rank_from_threads_in_the_callers_modes() -> None:
-    wholes = Wholes([CPU] * 3)
-
-    def job() -> tuple[Any, ...]:
-        return wholes.rank, torch.is_inference_mode_enabled(), threading.get_ident()
-
-    with torch.inference_mode():
-        found = wholes.run([job] * 3)
-    assert [each[:2] for each in found] == [(rank, True) for rank in range(3)]
-    assert len({each[2] for each in found} | {threading.get_ident()}) == 4
-    assert wholes.rank is None
 
 
 def test_no_forward_begins_before_all_ranks_have_its_inputs_or_are_done() -> None:

@@ -360,7 +360,7 @@ def test_host_memory_that_is_not_there_is_not_pinned(asked):
 
 
 def test_what_is_no_card_is_refused():
-    for text in ("24", "GB", "0GB", "24GB@0", "", "1.2.3GB", "x24GB", "2x", "24GB,", "-1x24GB", f"{'9' * 400}GB"):
+    for text in ("24", "GB", "0GB", "24GB@0", "", "1.2.3GB", "9090", "2x", "24GB,", "-1x24GB", f"{'9' * 400}GB"):
         with pytest.raises(ValueError, match="is no card; write"):
             parse_cards(text)
 
@@ -434,15 +434,9 @@ def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
         assert check_job(job, is_to_train=False).training is None
 
 
-def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_its_cut(tmp_path, monkeypatch):
     two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "evaluation": {"folder": ""}}
-    losses = {}
     with emulated_cards():
-        for name, kept in (("none", [0, 0]), ("some", [1, 2])):
-            split = {"split": two["split"] | {"kept_blocks": kept}}
-            job = make_tiny_job(tmp_path, **two | split, train={"steps": 2}, output={"folder": str(tmp_path / name)})
-            losses[name] = run_job(job).losses
-        assert losses["none"] == losses["some"]
         _known_cards(monkeypatch, 10**9, 10**9, first_speed=2.0)
         sections = two | {"train": {"steps": 2, "batch_size": 2}, "optimizer": {"name": "auto"}}
         job = make_tiny_job(tmp_path, **sections, output={"folder": str(tmp_path / "resumed")})

@@ -92,12 +92,6 @@ def test_a_card_is_known_by_its_model(text, name, gib, refuses):
             parse_cards(f"{name}:{size}")
 
 
-def test_cards_of_models_have_their_speeds():
-    assert [card.speed for card in parse_cards("4090, 3090")] == [pytest.approx(165.2 / 71), 1.0]
-    with pytest.raises(ValueError, match="'9090' .* is no card; .* one of these models, .* RTX 3060"):
-        parse_cards("2x24GB, 9090")
-
-
 def test_what_torch_calls_a_card_is_recognised_and_its_cousins_are_not():
     for name in ("NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"):
         assert (found := kind_called(name)) is not None and found.link_bytes_per_s == PCIE_BYTES_PER_S, name

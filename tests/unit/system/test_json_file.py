@@ -1,7 +1,6 @@
 """JSON objects from files of others: read, or refused with the file's name and what it holds instead."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.header import read_weight_map
 from devicebridge.encoding.comfy_data import load_encoded
 from devicebridge.encoding.text_encoder import load_text_encoder
-from devicebridge.encoding.vae import find_vae
 from devicebridge.families.registry import find_variant
 from devicebridge.system.files import expect, read_json_object
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -75,9 +73,3 @@ def test_a_list_of_encoded_samples_with_wrong_values_is_refused(key, tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"version": 1, "samples": [{**sample, key: {"x": ["y"]}}]}))
     with pytest.raises(ValueError, match=r"x\.json is no list of encoded samples"):
         load_encoded(tmp_path / "x.json")
-
-
-def test_a_folder_whose_config_is_a_list_is_no_vae(tmp_path):
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json is a list"):
-        find_vae(Path(tmp_path))

@@ -232,9 +232,7 @@ def _starts_processes(path: Path) -> bool:
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else {getattr(node, "module", "")}
         call = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if names & {"subprocess", "multiprocessing"} or re.fullmatch(
-            r"os\.(system|popen|fork|exec|spawn|posix_spawn)\w*", call
-        ):
+        if names & {"subprocess", "multiprocessing"} or re.fullmatch(_STARTS, call):
             return True
     return False
 
