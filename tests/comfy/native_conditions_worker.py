@@ -11,7 +11,7 @@ import comfy.sampler_helpers
 import comfy.samplers
 import folder_paths
 import torch
-from comfy_extras import nodes_edit_model, nodes_flux, nodes_post_processing, nodes_qwen, nodes_wan
+from comfy_extras import nodes_edit_model, nodes_flux, nodes_qwen, nodes_wan
 from comfy_extras.nodes_zimage import TextEncodeZImageOmni
 from devicebridge.config.data import DataConfig, FolderConfig
 from devicebridge.config.job import make_job
@@ -138,16 +138,15 @@ def save_files() -> None:
 def entry_of(way: str, vae: Any) -> Any:
     """By the pack, from the folders to the cache."""
     is_clip = way in ("first-frame", "vace", "fun-control", "fun-control-2.2")
-    references = (
-        () if way in ("first-frame", "vace", "fun-control") else (str(FOLDER / ("refs" if is_clip else "before")),)
-    )
+    has_none = way in ("first-frame", "vace", "fun-control")
+    references = () if has_none else (str(FOLDER / ("refs" if is_clip else "before")),)
     control = str(FOLDER / "depth") if is_clip and way != "first-frame" else ""
     config = FolderConfig(str(FOLDER / ("clips" if is_clip else "after")), references=references, control=control)
     data = DataConfig((config,), resolutions=(40,), condition=way, frames=(5,) if is_clip else ())  # type: ignore
     latent = LatentSpec(channels=16, spatial_stride=8, size_multiple=16, frame_stride=4, fps=16.0 if is_clip else 0.0)
     (sample,) = scan_folders(data, latent)
     assert sample.condition is not None and (not is_clip or sample.bucket == SIDES), sample
-    stock = (SimpleNamespace(stock=each, asked=each, fingerprint="") for each in (Clip(), vae, Vision()))
+    stock = (SimpleNamespace(stock=each, given=each, fingerprint="") for each in (Clip(), vae, Vision()))
     conditioner = HostConditioner(*stock)  # type: ignore[arg-type]
     store = CacheStore(FOLDER / "cache")
     source = ComfyConditions(way, (way,), lambda shapes: "", conditioner=conditioner)
@@ -188,8 +187,9 @@ def graph_of(way: str, vae: Any) -> Any:
 
 
 def to_a_megapixel(image: torch.Tensor) -> torch.Tensor:
-    scale = nodes_post_processing.ImageScaleToTotalPixels
-    found: torch.Tensor = scale.execute(image=image, upscale_method="area", megapixels=1.0, resolution_steps=16)[0]
+    from comfy_extras.nodes_post_processing import ImageScaleToTotalPixels as Scale  # needs kornia, which no other does
+
+    found: torch.Tensor = Scale.execute(image=image, upscale_method="area", megapixels=1.0, resolution_steps=16)[0]
     return found
 
 
@@ -232,9 +232,7 @@ class States(Clip):
 class Latents(Vae):
     fingerprint = f"comfyui 0 VAE {'b' * 64}"
     takes_clips = True
-
-    def release(self) -> None:
-        pass
+    release = States.release
 
 
 def losses_of(name: str, info: Any, given: Mapping[str, tuple[dict[str, Any], ComfyEncoders]]) -> list[list[float]]:
@@ -283,9 +281,8 @@ def trained(what: str) -> list[list[float]]:
     clip = torch.cat([loaded(str(file)) for file in sorted((FOLDER / place / "1").iterdir())])
     latent, options = {"samples": vae.encode(clip)}, {}
     if what == MASKED:
-        latent |= {
-            "noise_mask": nodes_wan.Wan22ImageToVideoLatent.execute(vae, *sides[::-1], 5, 1, clip[:1])[0]["noise_mask"]
-        }
+        masked = nodes_wan.Wan22ImageToVideoLatent.execute(vae, *sides[::-1], 5, 1, clip[:1])[0]
+        latent |= {"noise_mask": masked["noise_mask"]}
     else:
         ((_, options),) = graph_of(way, vae)
     pair = read_pairs([latent], [[[States().encode("moves")[0][0], options]]])
