@@ -209,7 +209,7 @@ def _prompt_server(host: FakeHost) -> Any:
 def _folder_paths(host: FakeHost) -> dict[str, Any]:
     def names(folder_name: str) -> list[str]:
         base = host.root / "models" / folder_name
-        return sorted(path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file())
+        return sorted(p.relative_to(base).as_posix() for p in base.rglob("*") if p.is_file() and p.suffix != ".gguf")
 
     def full_path(folder_name: str, filename: str) -> str | None:
         path = host.root / "models" / folder_name / filename

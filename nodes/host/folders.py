@@ -192,19 +192,19 @@ def find_model(name: str, path: str) -> Path:
         if not path.strip():
             raise ValueError(f"model is {name!r}, and path is empty; give that of a checkpoint file or model folder")
         return readable_path(path, "model")
-    return find_file("model", name, _OF_MODELS, _diffusers_folders())
+    return find_file("model", name, _OF_MODELS, dict.fromkeys(list_models(), "") | _diffusers_folders())
 
 
-def find_file(what: str, name: str, kinds: Iterable[str], others: Mapping[str, str] = {}) -> Path:
-    """A file by its name in ComfyUI's folders of these kinds, or another's path. Raises: ValueError for neither."""
+def find_file(what: str, name: str, kinds: Iterable[str], others: Mapping[str, str] = {}, helps: str = "") -> Path:
+    """A file by its name in ComfyUI's folders of these kinds, or another's path. Raises: ValueError that says helps."""
     paths = (*(folder_paths.get_full_path(kind, name) for kind in kinds), others.get(name))
     if found := next(filter(None, paths), None):
         return Path(found)
-    there = sorted((*others, *(each for kind in kinds for each in folder_paths.get_filename_list(kind))))
+    there = sorted({*others, *(each for kind in kinds for each in folder_paths.get_filename_list(kind))})
     places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
     raise ValueError(
         f"{what} names {name!r}, which is not in ComfyUI's folders ({places}); found there: "
-        f"{first(there, _MOST_NAMED) or 'nothing'}; a file elsewhere needs its full path"
+        f"{first(there, _MOST_NAMED) or 'nothing'}{helps}"
     )
 
 

@@ -59,7 +59,7 @@ def with_files(job: JobConfig) -> JobConfig:
 def _find(key: str, name: str, *kinds: str) -> Path:
     """A file by its full path, or as find_file. Raises: ValueError where there is none."""
     path = Path(name).expanduser()
-    path = path if path.is_absolute() else find_file(key, name, kinds)
+    path = path if path.is_absolute() else find_file(key, name, kinds, {}, "; a file elsewhere needs its full path")
     if not path.is_file():
         raise ValueError(f"{key} names {path}, and there is no such file")
     return path

@@ -133,9 +133,8 @@ def test_written_folders_stay_in_the_output_folder(nodes: ModuleType, name: str)
 
 
 def test_models_are_listed_from_their_folders(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
-    (host.root / "models/diffusion_models/a.safetensors").touch()
-    (host.root / "models/checkpoints/sdxl.safetensors").touch()
-    (host.root / "models/diffusion_models/readme.txt").touch()
+    for name in ("diffusion_models/a.safetensors", "checkpoints/sdxl.safetensors", "diffusion_models/readme.txt"):
+        (host.root / "models" / name).touch()
     (host.root / "models/diffusion_models/maker").mkdir()
     (host.root / "models/diffusion_models/maker/a-Q4_K_S.gguf").touch()
     (host.root / "models/diffusers/maker/b/transformer").mkdir(parents=True)
@@ -151,8 +150,9 @@ def test_models_are_listed_from_their_folders(nodes: ModuleType, host: comfy_stu
 
 
 def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
-    (host.root / "models/diffusion_models/a.safetensors").touch()
-    with pytest.raises(ValueError, match=r"'b.safetensors'.*a\.safetensors"):
+    for name in ("a.safetensors", "c.gguf"):
+        (host.root / "models/diffusion_models" / name).touch()
+    with pytest.raises(ValueError, match=r"'b.safetensors'.*: a\.safetensors, c\.gguf$"):  # no socket takes a full path
         nodes.train.folders.find_model("b.safetensors", "")
     with pytest.raises(ValueError, match="path is empty"):
         nodes.train.folders.find_model("[path below]", " ")

@@ -84,7 +84,7 @@ def test_contradictions_are_refused(split: ModuleType, changes: dict[str, Any], 
 
 def test_a_missing_file_is_refused_with_what_is_there(split: ModuleType, host: comfy_stub.FakeHost) -> None:
     (host.root / "models/diffusion_models/wan.safetensors").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"'flux.safetensors'.* found there: wan.safetensors"):
+    with pytest.raises(ValueError, match=r"'flux.safetensors'.* found there: wan.safetensors$"):
         split.LoadDiffusionModelSplit.execute("flux.safetensors", "default", **SOCKETS)
 
 
