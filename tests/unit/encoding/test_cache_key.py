@@ -14,7 +14,7 @@ import pytest
 import torch
 from devicebridge.checkpoints import fingerprint as fingerprint_module
 from devicebridge.checkpoints.fingerprint import file_fingerprint, folder_fingerprint, tensors_fingerprint
-from devicebridge.data.image import ImageRequest
+from devicebridge.data.image import ImageRequest, SoundRequest
 from devicebridge.data.samples import Condition
 from devicebridge.encoding import key as key_module
 from devicebridge.encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts, ComfyTokens
@@ -303,3 +303,16 @@ def test_entries_have_the_names_and_bytes_that_earlier_versions_wrote(tmp_path: 
     files = (tmp_path / "cache").glob("??/*.safetensors")
     found = {file.name[:20]: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
     assert found == WRITTEN
+
+
+def test_the_sound_of_a_clip_and_its_vae_are_in_the_key(tmp_path: Path) -> None:
+    for name in "abv":
+        (tmp_path / name).write_text(name)
+
+    def key(name: str, vae: str) -> str:
+        sound = SoundRequest(str(tmp_path / name), 0.0, 1.0, 1) if name else None
+        request = ImageRequest(str(tmp_path / "v"), (8, 8), (0, 0, 8, 8), (0, 1), sound)
+        return ComfyLatents("vae", lambda *shapes: "", audio_fingerprint=vae).keys_of([request])[request]
+
+    assert len({key("a", "x"), key("b", "x"), key("a", "y"), key("v", "x"), key("", "x")}) == 5
+    assert key("", "x") == key("", "y")
