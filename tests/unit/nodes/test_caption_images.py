@@ -5,7 +5,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from devicebridge.config.job import DataConfig, EvaluationConfig, FolderConfig
 from devicebridge.data import caption_files
 from devicebridge.tests import comfy_stub
@@ -25,15 +24,6 @@ def folder(host: comfy_stub.FakeHost) -> Path:
 def _dataset(nodes: ModuleType, *folders: Path, **more: Any) -> Any:
     entries = tuple(FolderConfig(str(folder), **more) for folder in folders)
     return nodes.types.TrainingDataset(DataConfig(folders=entries), EvaluationConfig())
-
-
-def test_images_without_a_caption_are_given_with_their_files(nodes: ModuleType, folder: Path) -> None:
-    dataset = _dataset(nodes, folder)
-    images, files = nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=9).args
-    assert files == [str(folder / "a.png"), str(folder / "c.png")]
-    assert [tuple(each.shape) for each in images] == [(1, 32, 64, 3)] * 2
-    assert torch.equal(images[1][0, 0, 0], torch.tensor([0.0, 0.0, 1.0]))
-    assert len(nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=1).args[0]) == 1
 
 
 def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_caption(nodes, folder):
@@ -80,6 +70,7 @@ def test_images_that_share_a_caption_file_are_captioned_once(nodes: ModuleType, 
     dataset = _dataset(nodes, folder)
     _, files = nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=9).args
     assert files == [str(folder / "a.jpg"), str(folder / "c.png")]
+    assert len(nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=1).args[0]) == 1
     every = [str(folder / name) for name in ("a.jpg", "a.png", "c.png")]
     output = nodes.WriteCaptions.execute(dataset=[dataset], caption=["first", "second", "blue"], file=every)
     assert output.ui == {"text": ("2 captions were written, 0 images have none",)}

@@ -39,38 +39,6 @@ def host(compiler: ModuleType, args: SimpleNamespace) -> Iterator[CompilingHost]
         yield host
 
 
-def _forward(host: CompilingHost, device: torch.device = HOME) -> torch.Tensor:
-    """A forward as the host records one, over both cards."""
-    host.module.malloc_graph_begin(device)
-    x = torch.ones(4, device=HOME).to(OTHER) + 1
-    output = x.to(HOME).cpu()
-    del x
-    host.module.malloc_graph_end()
-    return output
-
-
-def test_a_forward_over_two_cards_fails_in_a_graph_and_not_outside(host: CompilingHost, compiler: ModuleType) -> None:
-    with compiler.outside([HOME, OTHER]):
-        assert torch.equal(_forward(host), torch.full((4,), 2.0))
-    assert not host.graphs
-    with pytest.raises(RuntimeError, match=ERROR):
-        _forward(host)
-
-
-def test_a_forward_on_one_card_is_recorded_and_replayed_before_and_after(host, compiler):
-    def forward() -> None:
-        host.module.malloc_graph_begin(HOME)
-        del_me = torch.ones(4, device=HOME) * 2
-        del del_me
-        host.module.malloc_graph_end()
-
-    forward()
-    with compiler.outside():
-        forward()
-    forward()
-    assert [graph.num_replays for graph in host.graphs] == [1]
-
-
 def test_the_switches_return_when_the_last_of_several_threads_has_left(host, compiler):
     inside, may_leave = threading.Event(), threading.Event()
 
@@ -98,33 +66,12 @@ def test_a_switch_that_was_off_or_is_put_back_meanwhile_stays_so(host: Compiling
         assert host.switches() == [not is_put_back, False]
 
 
-def test_an_interrupt_or_a_stay_that_is_dropped_brings_the_switches_back(host, compiler):
-    stay = compiler.outside([HOME, OTHER])
-    stay.__enter__()
-    assert host.switches() == [True, True]
-    del stay
-    assert host.switches() == [False, False]
-    with pytest.raises(KeyboardInterrupt), compiler.outside():
-        raise KeyboardInterrupt
-    assert host.switches() == [False, False]
-
-
 @pytest.mark.parametrize("switches", [{}, {"disable_cuda_graphs": False}])
 def test_a_host_has_those_switches_set_that_it_knows(compiler, args, switches):
     vars(args).update(switches)
     with compiler.outside([HOME, OTHER]):
         assert vars(args) == {"cpu": True, **dict.fromkeys(switches, True)}
     assert vars(args) == {"cpu": True, **switches}
-
-
-def test_a_graph_that_is_active_is_ended_by_the_hosts_own_way(host: CompilingHost, compiler: ModuleType) -> None:
-    host.module.malloc_graph_begin(HOME)
-    kept = torch.ones(4, device=HOME)
-    with compiler.outside():
-        moved = kept.to(OTHER)
-    assert torch.equal(moved.cpu(), torch.ones(4))
-    assert not host.graphs[0].is_active
-    host.module.malloc_graph_end()  # by whoever began it
 
 
 def test_another_threads_graph_stays_active(host: CompilingHost, compiler: ModuleType) -> None:

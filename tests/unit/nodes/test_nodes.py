@@ -22,9 +22,8 @@ from devicebridge.config import job as config
 from devicebridge.config.data import CacheConfig
 from devicebridge.config.job import ModelConfig, SplitConfig, job_keys
 from devicebridge.encoding.comfy_data import load_encoded, read_conditioning
-from devicebridge.encoding.encode import Stopped
 from devicebridge.events import Event
-from devicebridge.jobs import encode_job, in_processes
+from devicebridge.jobs import encode_job
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.resolve import preview_model
@@ -526,9 +525,8 @@ def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.M
         calls: list[dict[str, Any]] = []
 
         def run(self, job: Any, *, info: Any, resume: bool, on_event: Any, should_stop: Any) -> Any:
-            grad = torch.zeros(1, requires_grad=True).sum().requires_grad
-            mode = {"inference": torch.is_inference_mode_enabled(), "grad": grad, "host": list(host.calls)}
-            self.calls.append({"job": job, "resume": resume, **mode})
+            mode = {"inference": torch.is_inference_mode_enabled(), "host": list(host.calls)}
+            self.calls.append({"resume": resume, **mode})
             on_event(Event("phase", values={"name": "training"}))
             step = 0
             while step < 3 and not should_stop():
@@ -550,23 +548,13 @@ def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.M
     return training
 
 
-def test_training_returns_what_the_cores_nodes_take(nodes, host, sockets, training):
+def test_the_hosts_models_leave_first_and_a_changed_run_is_continued(nodes, host, sockets, training):
     with torch.inference_mode():  # as the host runs every node
-        output = nodes.TrainLora.execute(**{**sockets, "resume": True})
-    lora, losses, steps, path = output.args
-    assert list(lora) == ["a"] and losses == {"loss": [0.5, 0.25, 0.5 / 3]} and steps == 3
-    assert path == str(host.root / "output/devicebridge/my_lora/my_lora.safetensors")
-    assert output.ui["lora"] == [
-        {"filename": "my_lora.safetensors", "subfolder": "devicebridge/my_lora", "type": "output"}
-    ]
+        output = nodes.TrainLora.execute(**{**sockets, "continue_changed": True})
+    assert output.args[3] == str(host.root / "output/devicebridge/my_lora/my_lora.safetensors")
     (call,) = training.calls
-    assert call["resume"] is True
-    assert (call["inference"], call["grad"]) == (False, True)
-    assert call["host"] == ["unload", "empty cache"], "the host's models leave before ours come"
-    assert host.progress == [(0, 1), (1, 3), (2, 3), (3, 3)]
-    assert host.texts[1] == "Training"
-    nodes.TrainLora.execute(**{**sockets, "continue_changed": True})
-    assert training.calls[-1]["resume"] == "continue"
+    assert (call["resume"], call["inference"], call["host"]) == ("continue", False, ["unload", "empty cache"])
+    assert host.progress == [(0, 1), (1, 3), (2, 3), (3, 3)] and host.texts[1] == "Training"
     assert "Step 3/3: loss 0.16667, 2.00 s/step, about 0 s left" in host.texts
 
 
@@ -586,18 +574,6 @@ def test_the_job_of_a_run_is_kept_where_no_request_writes(nodes, host, sockets, 
     nodes.TrainLora.execute(**sockets)
     kept = KeptJobs(host.root / "user" / "__devicebridge" / "jobs")
     assert kept.find(host.root / "output" / "devicebridge" / "my_lora") == _job(nodes, sockets)
-
-
-def test_several_processes_train_in_place_of_this_one(nodes, host, sockets, training, monkeypatch):
-    def run(job: Any, *, resume: bool, on_event: Any, should_stop: Any, native: Any) -> Any:
-        return training.run(job, info=None, resume=resume, on_event=on_event, should_stop=should_stop)
-
-    monkeypatch.setattr(in_processes, "run_in_processes", run)
-    monkeypatch.setattr(nodes.train, "own_command", lambda: [])
-    monkeypatch.setattr("devicebridge.jobs.job.run_job", None)
-    output = nodes.TrainLora.execute(**{**sockets, "processes": 2})
-    (call,) = training.calls
-    assert call["job"].parallel.processes == 2 and call["host"] == ["unload", "empty cache"] and output.args[2] == 3
 
 
 @pytest.mark.parametrize(("resume", "hint"), [(False, "Turn on resume and run"), (None, "Run")])
@@ -702,21 +678,6 @@ def test_the_cache_node_hands_its_settings_on(nodes, host, sockets, monkeypatch)
     assert _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
 
 
-def test_cancel_while_caching_ends_the_prompt(nodes, host, sockets, monkeypatch):
-    def stop(plan: Any, events: Any, should_stop: Any, encoders: Any) -> Any:
-        host.is_interrupted = True
-        events.emit("progress", 1, 2, what="captions")
-        assert should_stop()
-        raise Stopped
-
-    monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
-    monkeypatch.setattr(encode_job, "cache_job", stop)
-    node = nodes.CacheCaptionsAndLatents
-    with pytest.raises(comfy_stub.InterruptProcessingException):
-        node.execute(model=sockets["model"], dataset=sockets["dataset"], **_defaults(node.define_schema()))
-    assert "kept" in host.texts[-1]
-
-
 class _Samples:
     samples = (1, 2)
     store = SimpleNamespace(path=lambda key: Path("/cache") / key)
@@ -796,7 +757,7 @@ _ENCODED = [*_CHECKED, "clip", "encode", "cards in training", "train in training
     ("how", "refused", "is_forecast", "expected"),
     [
         ({}, "cards", None, _CHECKED[:2]), ({}, "check", True, _CHECKED), ({}, "", True, _ENCODED),
-        ({"processes": 2}, "", False, _ENCODED), ({"resume": True}, "", False, _ENCODED),
+        ({"processes": 2}, "", False, [*_ENCODED[:-1], "start in training"]), ({"resume": True}, "", False, _ENCODED),
         # One in the background waits for its cards in the queue, so nobody refuses them here.
         ({"background": True}, "", False, _BEHIND),
     ],
@@ -831,7 +792,7 @@ def test_prompts_are_encoded_after_every_check_and_as_captions_are(
         "nodes.host.native.model.native_training": native_training, "nodes.host.read_native": note("read", "info"),
         "nodes.train.refuse_cards_of_others": note("cards"), "nodes.train._start_in_background": note("start"),
         "nodes.train.own_command": list, "jobs.job.check_job": note("check"), "jobs.job.run_job": note("train", result),
-        "jobs.in_processes.run_in_processes": note("train", result), "jobs.encode_job.fill_cache": note("encode"),
+        "jobs.in_processes.run_in_processes": note("start", result), "jobs.encode_job.fill_cache": note("encode"),
         "jobs.encode_job.missing_prompts": lambda job: list(job.samples.prompts),
     }.items():  # fmt: skip
         monkeypatch.setattr(f"devicebridge.{place}", called)

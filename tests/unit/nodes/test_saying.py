@@ -152,12 +152,6 @@ def test_errors_keep_their_kind_and_speak_of_sockets(nodes: ModuleType) -> None:
     assert caught_special.value is special, "what its type tells ComfyUI is not lost"
 
 
-def test_the_split_node_says_on_itself_that_a_model_stays_whole(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
-    defaults = {e.id: e.options["default"] for e in nodes.SplitModel.define_schema().inputs if "default" in e.options}
-    assert nodes.SplitModel.execute(model="model", **defaults).args == ("model",)
-    assert "this machine has no GPU; the model stays whole" in host.texts[-1]
-
-
 def test_what_a_terminal_would_obey_is_in_no_message_of_a_node(nodes: ModuleType) -> None:
     def body(view: Any, output: Any) -> Any:
         raise ValueError("cache.vae \x1b[31m is damaged")
