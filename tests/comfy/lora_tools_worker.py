@@ -60,7 +60,7 @@ def lora_tools(name: str) -> None:
         **{each: (["convert", a, "--to", each], one) for each in ("kohya", "original")},
     }
     if name in OURS:
-        layouts = ("both",) if name == "wan" else ("both", "diffusers")
+        layouts = ("both", "diffusers")
         kinds |= {each: (["convert", a, "--to", each, "--family", name], one) for each in layouts}
         kinds |= {
             f"{each} and back": (["convert", folder / f"{each}.safetensors", "--to", "original", "--family", name], one)
@@ -69,8 +69,11 @@ def lora_tools(name: str) -> None:
     for kind, (arguments, expected) in kinds.items():
         out = folder / f"{kind}.safetensors"
         assert main(["lora", *map(str, arguments), "-o", str(out)]) == 0
+        prefix = {"kohya": "lora_unet_", "diffusers": "transformer.", "original": PREFIX}.get(kind, "")
+        assert all(key.startswith(prefix) for key in load_file(out)), out
         most = {"extract": 1e-3, "resize": 1e-4, "merge to a rank": 1e-4}.get(kind, 1e-5)
-        _adds(stock, out, expected, most)
+        if (name, kind) != ("wan", "diffusers"):  # which ComfyUI does not read
+            _adds(stock, out, expected, most)
     linears = dict([each for each in weights.items() if each[1].ndim == 2][:6])
     zero, few = _write(folder / "few.safetensors", linears, 2), folder / "few.safetensors"
     for kind in KINDS:

@@ -1,6 +1,5 @@
 """LoRA files: whose names they use, and what the real loaders make of them, in diffusers' pipelines and in ComfyUI."""
 
-import functools
 import json
 import subprocess
 from dataclasses import dataclass
@@ -20,17 +19,16 @@ from devicebridge.checkpoints.lora_file import (
     text_lora_for_comfyui,
     what_is_lost,
 )
-from devicebridge.families.naming import originals_of
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui
-from devicebridge.tests.full_size import asset, full_file, full_lora, full_model
 from devicebridge.tests.toy import TINY, stack_tensors
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 FAMILY_NAMES = sorted(FAMILIES)
 LAYOUTS = ("original", "diffusers", "both")
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 RANK, ALPHA = 2, 3.0
 # Heads as wide as ComfyUI derives them from a checkpoint.
 _ONE_HEAD = {"num_attention_heads": 1, "attention_head_dim": 128}
@@ -261,22 +259,6 @@ def test_diffusers_applies_every_weight_as_trained_or_we_say_that_it_does_not(ca
             _load_in_diffusers(case)
 
 
-@pytest.mark.parametrize("case", [each for each in WRITABLE if each.layout == "original"], ids=str)
-def test_the_original_layout_adapts_the_original_weights_alike(case):
-    """As a loader that knows nothing of families applies it, with ComfyUI's meaning of a magnitude."""
-    file, base = case.file(), _stacked(case.name, case.base())
-    expected, found = _stacked(case.name, {**case.base(), **case.expected()}), dict(base)
-    for module in [n.removesuffix(".lora_A.weight") for n in file if n.endswith(".lora_A.weight")]:
-        key, alpha = f"{module.removeprefix('diffusion_model.')}.weight", file[f"{module}.alpha"]
-        a, b = (file[f"{module}.lora_{each}.weight"] for each in "AB")
-        assert alpha.dtype == torch.float32 and alpha.ndim == 0
-        found[key] = base[key] + alpha / len(a) * b @ a
-        if case.dora:
-            found[key] *= file[f"{module}.dora_scale"] / base[key].norm(dim=1, keepdim=True)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], each, rtol=1e-4, atol=1e-5) for name, each in expected.items())
-
-
 def test_what_is_no_lora_of_the_family_is_not_written():
     for name, message in (
         ("blocks.0.attn1.to_q.lora_A.weight", "no row of the rename table names blocks.0.attn1.to_q"),
@@ -294,23 +276,23 @@ def test_what_is_no_lora_of_the_family_is_not_written():
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_names_and_shapes_are_those_that_were_reviewed(name):
     """lora_keys_<family>.json holds what ComfyUI v0.33.0 was seen to map, at full size: modules and [out, in]."""
-    file = full_file(name)
+    family, ones = FAMILIES[name], {}
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer_class)(**dict(family.variants[0].transformer_config))
+        modules = resolve_targets(model, family.lora_targets)
+        for module in modules:
+            rows, columns = model.get_submodule(module).weight.shape
+            ones |= {f"{module}.lora_A.weight": torch.ones(1, columns), f"{module}.lora_B.weight": torch.ones(rows, 1)}
+    check_original_layout(family, modules, dora=True)  # which needs stacks that are whole
+    file = make_lora_tensors(family, "original", {}, ones, 1.0, 1)
     found = {
         n.removesuffix(".lora_A.weight"): [file[n.replace("lora_A", "lora_B")].shape[0], file[n].shape[1]]
         for n in file
         if n.endswith(".lora_A.weight")
     }
-    assert found == asset(name)["modules"]
-    assert sorted(file) == sorted(f"{module}.{end}" for module in found for end in asset(name)["suffixes"])
-
-
-def test_stacks_of_the_default_targets_are_whole():
-    """So that DoRA can be saved in the original layout with every family's defaults."""
-    for name in FAMILY_NAMES:
-        modules = resolve_targets(full_model(name), FAMILIES[name].lora_targets)
-        check_original_layout(FAMILIES[name], modules, dora=True)
-        members = [m for s in originals_of(modules, FAMILIES[name].renames).values() for m in s.members]
-        assert sorted(members) == sorted(modules)
+    reviewed = json.loads((ASSETS / f"lora_keys_{name}.json").read_text(encoding="utf-8"))
+    assert found == reviewed["modules"]
+    assert sorted(file) == sorted(f"{module}.{end}" for module in found for end in reviewed["suffixes"])
 
 
 _LAYER = "transformer.text_model.encoder.layers.3.self_attn.q_proj"
@@ -379,29 +361,12 @@ for name, cases in json.loads((folder / "cases.json").read_text()).items():
         comfy.utils.save_torch_file(changed, str(folder / f"{case}.answer.safetensors"))
         answers[case] = {"class": type(model).__name__, "messages": list(messages)}
 (folder / "answers.json").write_text(json.dumps(answers))
-
-# Names alone, at full size on meta: its loader looks for a place for every LoRA tensor.
-meta, one, named = torch.device("meta"), torch.tensor(1.0), {}
-for name, asked in json.loads((folder / "full_size.json").read_text()).items():
-    del messages[:]
-    checkpoint = {key: torch.empty(shape, device=meta) for key, shape in asked["checkpoint"].items()}
-    config = comfy.model_detection.model_config_from_unet(checkpoint, "")
-    model = config.get_model(checkpoint, "", device=meta)
-    lora = {key: torch.empty(shape, device=meta) if shape else one for key, shape in asked["lora"].items()}
-    patches = comfy.lora.load_lora(lora, comfy.lora.model_lora_keys_unet(model, {}))
-    named[name] = {
-        "class": type(model).__name__,
-        "weights": {key: list(tensor.shape) for key, tensor in model.state_dict().items()},
-        "patched": sorted(key if isinstance(key, str) else key[0] for key in patches),
-        "unmapped": [message for message in messages if "lora key not loaded" in message],
-    }
-(folder / "named.json").write_text(json.dumps(named))
 """
 
 
 @pytest.fixture(scope="module")
-def comfyui_folder(tmp_path_factory):
-    """Where one ComfyUI has left its answers to all that is asked here: it takes half a minute to start."""
+def comfyui(tmp_path_factory):
+    """What one ComfyUI answers to all that is asked here: it takes half a minute to start."""
     checkout = find_comfyui()
     python = comfy_python(checkout) if checkout else None
     if python is None:
@@ -413,32 +378,12 @@ def comfyui_folder(tmp_path_factory):
         save_file(_stacked(name, _model(name).state_dict()), folder / f"{name}.safetensors")
     for case in (*WRITABLE, *OTHERS):
         save_file(case.file(), folder / f"{case}.safetensors")
-    loras = {name: (name, full_file(name)) for name in FAMILY_NAMES}
-    own = full_lora("wan")
-    loras["unknown"] = ("wan", make_lora_tensors(FAMILIES["wan"], "diffusers", own, {}, 1.0, 1))
-    named = {
-        key: {
-            "checkpoint": {n: list(t.shape) for n, t in _native_checkpoint(name).items()},
-            "lora": {n: list(t.shape) for n, t in lora.items()},
-        }
-        for key, (name, lora) in loras.items()
-    }
-    (folder / "full_size.json").write_text(json.dumps(named))
     command = [str(python), "-c", _ASK_COMFYUI, str(folder)]
     asked = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300, check=False)
     assert asked.returncode == 0, asked.stderr[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def comfyui(comfyui_folder):
-    folder = comfyui_folder
     answers = json.loads((folder / "answers.json").read_text())
-    return {case: (answer, _answer(folder / f"{case}.answer.safetensors")) for case, answer in answers.items()}
-
-
-def _answer(path: Path):
-    return load_file(path) if path.exists() else {}
+    files = {case: folder / f"{case}.answer.safetensors" for case in answers}
+    return {case: (answer, load_file(files[case]) if files[case].exists() else {}) for case, answer in answers.items()}
 
 
 def _stacked(name, tensors):
@@ -450,8 +395,8 @@ def _stacked(name, tensors):
 def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case, comfyui):
     answer, changed = comfyui[str(case)]
     assert answer["class"] == TINY[case.name].comfyui_class
-    base = {name: tensor for name, tensor in case.base().items() if name.endswith(".weight")}
-    base = {name: tensor for name, tensor in base.items() if isinstance(_owner(case.name, name), torch.nn.Linear)}
+    linears = [n for n, module in _model(case.name).named_modules() if isinstance(module, torch.nn.Linear)]
+    base = {name: weight for name, weight in case.base().items() if name.removesuffix(".weight") in linears}
     expected = _stacked(case.name, {**base, **case.expected()})
     original = _stacked(case.name, base)
     differing = [
@@ -464,39 +409,3 @@ def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case
         assert not case.other or not any("not loaded" in message for message in answer["messages"])
     else:
         assert differing and any("lora key not loaded" in message for message in answer["messages"])
-
-
-def _owner(name, parameter):
-    return _model(name).get_submodule(parameter.removesuffix(".weight"))
-
-
-@functools.cache
-def _native_checkpoint(name):
-    with torch.device("meta"):
-        return stack_tensors(FAMILIES[name], full_model(name).state_dict())
-
-
-@pytest.fixture(scope="module")
-def comfyui_names(comfyui_folder):
-    """What ComfyUI makes of every family's full-size checkpoint and LoRA, and of one LoRA it does not know."""
-    return json.loads((comfyui_folder / "named.json").read_text())
-
-
-@pytest.mark.comfy
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_comfyui_maps_every_name_at_full_size(name, comfyui_names):
-    answer = comfyui_names[name]
-    assert answer["class"] == TINY[name].comfyui_class
-    native = {n.removeprefix("diffusion_model."): s for n, s in answer["weights"].items() if n.startswith("diffusion_")}
-    checkpoint = _native_checkpoint(name)
-    assert {n.replace("_norm.scale", "_norm.weight"): list(t.shape) for n, t in checkpoint.items()} == native
-    assert not answer["unmapped"]
-    modules = asset(name)["modules"]
-    assert answer["patched"] == sorted(f"{module}.weight" for module in modules)
-    assert all(answer["weights"][f"{module}.weight"] == shape for module, shape in modules.items())
-
-
-@pytest.mark.comfy
-def test_comfyui_reports_a_name_it_does_not_know(comfyui_names):
-    """The check above can fail: Wan under diffusers' names is what ComfyUI only logs and skips."""
-    assert len(comfyui_names["unknown"]["unmapped"]) == 400 * 2 and not comfyui_names["unknown"]["patched"]

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.checkpoints import lora_change
-from devicebridge.checkpoints.lora_convert import LAYOUTS
-from devicebridge.checkpoints.lora_file import make_lora_tensors
 from devicebridge.cli.main import main
 from devicebridge.families.registry import FAMILIES
-from devicebridge.patches.lora import resolve_targets
-from devicebridge.tests.toy import TINY, stack_tensors
+from devicebridge.tests.toy import TINY
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -363,62 +360,6 @@ def test_what_cannot_be_right_is_refused_by_name(tmp_path: Path, capsys: pytest.
         message = capsys.readouterr().err
         assert all(each in message for each in named), (what, message)
     assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before  # nothing is left, nothing written over
-
-
-def _trained(name: str) -> dict[str, Tensor]:
-    model, tensors = TINY[name].make_model(), {}
-    for seed, module in enumerate(resolve_targets(model, ("*",))):
-        rows, columns = model.get_submodule(module).weight.shape
-        tensors[f"{module}.lora_A.weight"] = _noise(seed, RANK, columns)
-        tensors[f"{module}.lora_B.weight"] = _noise(seed + 500, rows, RANK)
-    return tensors
-
-
-def _in_place(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Changes by the makers' names, stacked, whatever layout they are in; computed here by the rename table."""
-    family, members, found = FAMILIES[name], {}, {}
-    shapes = {
-        n.removesuffix(".weight"): each
-        for n, each in TINY[name].make_model().state_dict().items()
-        if n.endswith(".weight")
-    }
-    stacked = {
-        n.removesuffix(".weight"): n for n in stack_tensors(family, {f"{n}.weight": each for n, each in shapes.items()})
-    }
-    underscored = {n.replace(".", "_"): n for n in stacked}
-    for layer, change in _changes(tensors).items():
-        if layer.startswith("transformer."):
-            members[f"{layer.removeprefix('transformer.')}.weight"] = change
-        else:
-            bare = layer.removeprefix("diffusion_model.").removeprefix("lora_unet_")
-            found[stacked[underscored.get(bare, bare)]] = change
-    whole = {f"{n}.weight": members.get(f"{n}.weight", torch.zeros_like(each)) for n, each in shapes.items()}
-    return {n: each for n, each in stack_tensors(family, whole).items() if each.any()} | found
-
-
-def test_every_layout_becomes_every_other(tmp_path: Path) -> None:
-    for name in NAMES:
-        trained = _trained(name)
-        whole = _in_place(name, {f"transformer.{key}": each for key, each in trained.items()})
-        expected = {layer: ALPHA / RANK * each for layer, each in whole.items()}
-        sources = {
-            one: _file(
-                tmp_path / f"{one}.safetensors", make_lora_tensors(FAMILIES[name], one, trained, trained, ALPHA, RANK)
-            )
-            for one in ("original", "diffusers", "both")
-        }
-        sources["kohya"] = tmp_path / f"{name}_original_kohya.safetensors"
-        for one, source in sources.items():
-            for two in LAYOUTS:
-                out = tmp_path / f"{name}_{one}_{two}.safetensors"
-                _run("convert", source, "--to", two, "--family", name, "-o", out)
-                _assert_close(_in_place(name, load_file(out)), expected)
-                prefix = {"original": "diffusion_model.", "kohya": "lora_unet_", "diffusers": "transformer."}.get(
-                    two, ""
-                )
-                assert all(key.startswith(prefix) for key in load_file(out)), out
-        for source in sources.values():
-            source.unlink()
 
 
 def test_new_names_leave_every_kind_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

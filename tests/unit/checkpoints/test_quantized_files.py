@@ -310,10 +310,6 @@ BAD: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "odd size": (_change(weight_scale=torch.ones(7)), rf"the scale {QKV}.weight_scale is \[7\] for a weight of \["),
     "noted and no scale": (_change(weight_scale=None), rf"says that {QKV}.weight is float8_e4m3fn, but has no scale"),
     "not in 8 bits": (lambda t: _weight(t, torch.bfloat16), rf"that {QKV}.weight is float8_e4m3fn, and it is BF16"),
-    "in a container": (
-        lambda t: t.update({f"{QKV}.weight": t[f"{QKV}.weight"].view(torch.uint8)}),
-        r"quantized weights \(1 uint8 \(packed 4-bit\) tensors, e.g. blocks.0.self_attn.q.weight\)",
-    ),
     "nvfp4": (_change(comfy_quant=_note(format="nvfp4")), rf"quantized weights in nvfp4 \({QKV}\); .*or the bf16 file"),
     "scales in bytes": (
         _change(weight_scale=torch.ones(NUM, dtype=torch.uint8)), "mxfp8 or another format with scales in U8"
