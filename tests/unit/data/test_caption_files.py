@@ -2,8 +2,6 @@
 
 import io
 import shutil
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,45 +9,23 @@ import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import caption_files
 from devicebridge.data.caption_files import MOST_CAPTION, look_at, small_picture, without_caption, write_caption
-from devicebridge.data.folders import scan_folders
-from devicebridge.families.spec import LatentSpec
 from PIL import Image, ImageFile
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three images, of which one is captioned, one empty and one without; and one that is turned by its EXIF."""
+    """Three images, of which one is captioned, one empty and one without."""
     place = tmp_path / "images"
     place.mkdir()
     for name, size in (("a", (96, 64)), ("b", (64, 64)), ("c", (64, 128))):
         Image.new("RGB", size, "red").save(place / f"{name}.png")
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    Image.new("RGB", (96, 64)).save(place / "d.jpg", exif=turned)
     (place / "a.txt").write_text(" a red [trigger]\n")
     (place / "b.txt").write_text("")
-    (place / "d.txt").write_text("turned")
     return place
 
 
 def _config(folder: Path, **more: object) -> DataConfig:
     return DataConfig(folders=(FolderConfig(str(folder)),), **{"resolutions": (64,), "trigger_word": "ohwx", **more})
-
-
-def test_what_lacks_a_caption_comes_first_and_is_trained_as_training_says(folder: Path) -> None:
-    config = _config(folder)
-    found = list(look_at(config))
-    assert [(each.path.name, each.caption) for each in found] == [
-        ("b.png", ""), ("c.png", None), ("a.png", "a red [trigger]"), ("d.jpg", "turned"),
-    ]  # fmt: skip
-    assert {each.path.name: each.size for each in found} == {
-        "a.png": (64, 96), "b.png": (64, 64), "c.png": (128, 64), "d.jpg": (96, 64),
-    }  # fmt: skip
-    samples = {Path(each.path).name: each for each in scan_folders(config, LatentSpec(channels=16, spatial_stride=16))}
-    for each in found:
-        sample = samples[each.path.name]
-        assert (each.trained_as, each.buckets) == (sample.caption, (sample.bucket,)), each.path
-    assert [path.name for path in without_caption(config)] == ["b.png", "c.png"]
 
 
 def test_a_broken_file_is_said_beside_it_and_hides_no_other(folder: Path) -> None:
@@ -59,7 +35,7 @@ def test_a_broken_file_is_said_beside_it_and_hides_no_other(folder: Path) -> Non
     found = {each.path.name: each for each in look_at(_config(folder))}
     assert "no image of a format" in found["e.png"].problem and found["e.png"].size is None
     assert "not UTF-8" in found["f.png"].problem and found["f.png"].size == (64, 96)
-    assert found["a.png"].problem == "" and len(found) == 6
+    assert found["a.png"].problem == "" and len(found) == 5
     assert "f.png" not in [path.name for path in without_caption(_config(folder))], "nobody writes over it"
 
 
@@ -88,22 +64,14 @@ def test_a_caption_is_written_beside_its_image_and_what_is_none_is_refused(folde
             write_caption(folder / "c.png", text, {""})
 
 
-def test_a_picture_of_many_pixels_is_refused_by_its_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 13000, 13000, 8, 6, 0, 0, 0))
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("it is decoded"))
-    with pytest.raises(ValueError, match="13000x13000"):
-        small_picture(tmp_path / "a.png", 192)
-
-
-def test_what_is_decoded_counts_of_a_jpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_decoded_counts_of_a_jpeg_and_the_header_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(caption_files, "MOST_SHOWN", 200 * 150)
     for kind in ("jpg", "png"):
         Image.new("RGB", (1600, 1200)).save(tmp_path / f"a.{kind}")
     assert Image.open(io.BytesIO(small_picture(tmp_path / "a.jpg", 16))).size == (16, 12)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("it is decoded"))
     with pytest.raises(ValueError, match="1600x1200"):
         small_picture(tmp_path / "a.png", 16)
 

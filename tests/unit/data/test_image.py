@@ -63,12 +63,7 @@ def test_a_long_strip_is_cut_before_it_is_resized_to_the_same_pixels(tmp_path, m
     assert sizes == [(16, 16)]
 
 
-def test_transparency_is_laid_on_white(tmp_path):
-    values = np.array([[[10, 20, 30, 255], [10, 20, 30, 0], [0, 0, 0, 51]]], dtype=np.uint8)
-    Image.fromarray(values, "RGBA").save(tmp_path / "clear.png")
-    assert _bytes(read_pixels(_whole(tmp_path / "clear.png", 1, 3))).tolist() == [
-        [[10, 20, 30], [255, 255, 255], [204, 204, 204]]
-    ]
+def test_a_transparent_colour_of_a_palette_is_white(tmp_path):
     palette = Image.fromarray(np.array([[0, 1]], dtype=np.uint8), "P")
     palette.putpalette([9, 9, 9, 200, 100, 50])
     palette.save(tmp_path / "palette.png", transparency=0)

@@ -52,40 +52,22 @@ class _Seen:
 
 
 def test_what_a_native_model_may_read_is_kept_under_its_name():
-    ids, frames = torch.arange(7), torch.randn(1, 16, 3, 4, 4)
+    ids, frames, latent = torch.arange(7), torch.randn(1, 16, 3, 4, 4), torch.randn(1, 4, 2, 2)
     seen = _Seen(last_hidden_state=torch.randn(1, 5, 8), image_embeds=torch.randn(1, 8), mm_projected=None)
     options = {
         "width": 1024, "is_long": True, "attention_mask": torch.ones(1, 5), "t5xxl_ids": ids,
-        "concat_latent_image": frames, "reference_latents": [torch.randn(1, 4, 2, 2), torch.randn(1, 4, 3, 3)],
+        "concat_latent_image": frames, "reference_latents": [latent, torch.randn(1, 4, 3, 3), latent],
         "clip_vision_output": seen,
     }  # fmt: skip
-    entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
+    entry = read_conditioning(_conditioning(**options, start_percent=0.0, end_percent=1.0), "it", keeps_all=True)
     assert entry["option.width"].item() == 1024 and entry["option.is_long"].dtype is torch.bool
     assert entry["option.attention_mask"].shape == (5,)
     assert torch.equal(entry["whole.t5xxl_ids"], ids)
     assert torch.equal(entry["option.concat_latent_image"], frames[0])
     assert [entry[f"option.reference_latents.{index}"].shape for index in (0, 1)] == [(4, 2, 2), (4, 3, 3)]
     assert torch.equal(entry["option.clip_vision_output.last_hidden_state"], seen.last_hidden_state[0])
-    assert len(entry) == 1 + 9 and len({tensor.data_ptr() for tensor in entry.values()}) == len(entry)
+    assert len(entry) == 1 + 10 and len({tensor.data_ptr() for tensor in entry.values()}) == len(entry)
     assert {path[0] for path in map(option_path, entry) if path} == options.keys()
-
-
-def test_strings_lists_of_numbers_and_outputs_in_lists_are_kept_under_their_place():
-    seen = _Seen(last_hidden_state=torch.randn(1, 6, 8), image_sizes=[torch.Size((3, 32, 48))])
-    latent = torch.randn(1, 4, 2, 2)
-    options = {
-        "reference_latents_method": "index_timestep_zero", "reference_latents": [latent, latent],
-        "vace_strength": [1.0, 0.5], "clip_vision_outputs": [seen], "attention_mask_img_shape": (4, 6),
-        "clip_vision_output_ref": None, "start_percent": 0.0, "end_percent": 1.0,
-    }  # fmt: skip
-    entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
-    assert bytes(entry["words.reference_latents_method"].tolist()) == b"index_timestep_zero"
-    assert [entry[f"option.vace_strength.{index}"].item() for index in (0, 1)] == [1.0, 0.5]
-    assert [entry[f"option.attention_mask_img_shape.{index}"].item() for index in (0, 1)] == [4, 6]
-    assert torch.equal(entry["option.clip_vision_outputs.0.last_hidden_state"], seen.last_hidden_state[0])
-    assert [entry[f"option.clip_vision_outputs.0.image_sizes.0.{side}"].item() for side in range(3)] == [3, 32, 48]
-    pointers = [entry[f"option.reference_latents.{index}"].data_ptr() for index in (0, 1)]
-    assert pointers[0] != pointers[1], "a file cannot hold one tensor under two names"
 
 
 def test_what_a_batch_is_given_once_must_be_equal_in_it():

@@ -191,17 +191,14 @@ def test_a_fault_on_the_second_card_alone_is_found(job_of, monkeypatch, caplog):
     assert len(handles) == 2 and "blocks are no longer compiled" in caplog.text
 
 
-@pytest.mark.parametrize(("is_resumed", "is_one"), [(False, False), (True, True)])
-def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, is_resumed, is_one):
-    """As torch 2.11 loses them in base layers: what goes around the layers still has a gradient. A single layer of the
-    model is enough."""
+def test_gradients_lost_inside_of_a_block_are_found_by_a_resumed_run(job_of, monkeypatch, caplog):
+    """As torch 2.11 loses them in base layers: what goes around the layers still has a gradient."""
     blocks = []
 
     def losing(forward):
         layers = [m.base_layer for m in forward.__self__.modules() if hasattr(m, "base_layer")]
         blocks.append(layers)
-        if is_one:  # not of the first block, whose inputs need no gradient
-            layers = layers[-1:] if len(blocks) == 2 else []
+        layers = layers[-1:] if len(blocks) == 2 else []  # not of the first block, whose inputs need no gradient
 
         def run(*arguments, **named):
             hooks = [each.register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(),)) for each in layers]
@@ -213,11 +210,9 @@ def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, 
 
         return run
 
-    job = job_of("run", "none")
-    if is_resumed:
-        run_steps(job, cards=2)
+    run_steps(job := job_of("run", "none"), cards=2)
     _instead_of_torch(monkeypatch, losing)
-    _run(job, resume=is_resumed)
+    _run(job, resume=True)
     assert all(blocks)
     assert "blocks are no longer compiled" in caplog.text
 
@@ -412,14 +407,6 @@ def _real_arguments(rms):
     return hidden, text, *modulation, (torch.ones(96, 64), torch.zeros(96, 64))
 
 
-def test_a_wrong_output_is_found_also_where_nothing_has_a_gradient():
-    block = Block()
-    with torch.no_grad():
-        assert _compare(block, block).difference == 0
-        comparison = _compare(block, lambda x, rest: 1.1 * block(x))
-    assert comparison.excess > 1 and comparison.name == "output 0"
-
-
 def test_what_passes_a_block_by_hides_nothing():
     """An input and a gradient more than twenty times as long as what the block adds."""
     block = Block(torch.bfloat16, scale=0.02)
@@ -428,7 +415,8 @@ def test_what_passes_a_block_by_hides_nothing():
     with torch.no_grad():
         assert (block(_input()) - _input()).norm() < 0.05 * _input().norm()
         assert _compare(block, block, dtype=torch.bfloat16).excess == 0
-        assert _compare(block, other, dtype=torch.bfloat16).excess > 1
+        comparison = _compare(block, other, dtype=torch.bfloat16)
+        assert comparison.excess > 1 and comparison.name == "output 0"
     assert _compare(block, lost, dtype=torch.bfloat16).excess > 1
     block = Block(torch.bfloat16, scale=1e-4)  # adds zeros, and a few bits that rounding decides on
     assert _compare(block, lambda x, rest: block.steps(x.float(), _wide).to(x.dtype), dtype=torch.bfloat16).excess < 1

@@ -213,18 +213,6 @@ def _last(job):
     return find_state(job, resume=True).path
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_with_a_damaged_newest_ends_with_the_same_bytes(name, job, finished, caplog):
-    file = _last(job) / name
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    result = run_job(job, resume=True)
-    assert "Training goes on from" in caplog.text and "step-000004" in caplog.text
-    assert result.lora_path.read_bytes() == finished[1]
-    assert [path.name for path in list_checkpoints(result.checkpoint.parent)] == ["step-000004", "step-000006"]
-
-
 def test_a_run_of_the_version_before_is_resumed(job, finished):
     shutil.rmtree(_last(job))
     _as_version_1(_last(job))
