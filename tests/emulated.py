@@ -5,11 +5,10 @@ A tensor subclass holds CPU data and reports the device `lazy:k`. Every operatio
 computes real numbers and a missing bridge raises. Copies between devices are listed with their sizes, and `live_bytes`
 says what a card holds.
 
-Why `lazy`: torch registers a device guard for that type and the autograd engine runs it on the CPU queue, so backward
-works over several devices. The types `cuda` and `privateuseone` abort in the engine; `meta` lets mixed in-place
-operations pass with garbage. What makes tensors without asking a dispatch mode (torch.tensor, generators, lists as
-indices) is led over the CPU; tensors made of others, as quantised ones are, see emulated tensors inside. Not emulated:
-streams, peer access, low-precision kernels, speed; and torch.compile lets everything run as it is.
+Why `lazy`: torch registers a device guard for that type and the autograd engine runs it on the CPU queue. The types
+`cuda` and `privateuseone` abort in the engine; `meta` lets mixed in-place operations pass with garbage. What makes
+tensors without asking a dispatch mode is led over the CPU. Not emulated: streams, peer access, low-precision kernels,
+speed; and torch.compile lets everything run as it is.
 """
 
 from __future__ import annotations

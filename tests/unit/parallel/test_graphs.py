@@ -104,19 +104,6 @@ def test_of_many_shapes_the_latest_are_kept() -> None:
     assert lengths == {1, 12, 13, 14, 15} and recorder.num_recorded == 7 * 2
 
 
-def test_what_other_code_adds_between_two_blocks_is_seen_by_all() -> None:
-    def add(index: int, x: torch.Tensor) -> None:
-        x.add_(index + 1.0)
-
-    for blocks in ((Separate(), Separate()), (Fused(), Fused())):
-        model, parallel, graphs, _ = ready(*blocks, size=3)
-        x = inputs(1)[0]
-        found = run(parallel, model, x, add)
-        assert graphs.num_replays == 2
-        assert torch.equal(found, computed(parallel, model, x, add))
-        assert not torch.equal(found, computed(parallel, model, x))
-
-
 def test_what_a_block_returned_keeps_its_numbers_when_later_ones_are_replayed() -> None:
     model, parallel, graphs, _ = ready(Separate(), Separate(), Separate())
     kept: list[torch.Tensor] = []
