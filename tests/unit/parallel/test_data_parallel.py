@@ -151,6 +151,19 @@ def _batches(replicas, count, inside=lambda index: None, prepare=lambda index: N
     return [make(index) for index in range(count)]
 
 
+def test_batches_are_prepared_in_order_and_one_ahead():
+    prepared, begun, waiting = [], [], []
+
+    def prepare(index):
+        prepared.append(index)
+        waiting.append(len(prepared) - len(begun))
+
+    with emulated_cards(2):
+        replicas = DataParallel([_linear(HOME), _linear(NEXT)])
+        assert len(replicas.run(_batches(replicas, 30, begun.append, prepare))) == 30
+    assert prepared == list(range(30)) and max(waiting) <= 5
+
+
 def test_a_micro_batch_that_must_be_alone_is():
     inside, most, lock = set(), {}, threading.Lock()
 

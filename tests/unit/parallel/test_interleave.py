@@ -76,23 +76,6 @@ def test_order_of_issue_is_the_pipeline():
     ]
 
 
-def test_only_one_job_runs_at_any_moment():
-    with emulated_cards(), torch.inference_mode():
-        model, bridge = _make(HALVES)
-        inside, most = [], []
-
-        def before(module, args):
-            inside.append(module)
-            most.append(len(inside))
-            time.sleep(0.001)  # lets another thread in, if one may
-            inside.pop()
-
-        for block in model.blocks:
-            block.register_forward_pre_hook(before)
-        Interleave(bridge).run(_jobs(model, bridge, 4))
-    assert len(most) == 16 and max(most) == 1
-
-
 class _Interrupt(BaseException):
     """As ComfyUI's InterruptProcessingException."""
 
