@@ -249,3 +249,15 @@ def test_latents_that_are_not_finite_are_refused(vae_folder, images, tmp_path):
     with pytest.raises(RuntimeError, match=r"latents of .*0\.png are not finite.*bfloat16"):
         _encode_images(images, vae_folder, store, family=family)
     assert not list(store.keys())
+
+
+def test_the_vae_its_type_and_the_version_of_latents_are_in_their_keys(vae_folder, images):
+    def key(version: int = 1, dtype: torch.dtype = torch.float32) -> str:
+        family = _family(version=version)
+        source = sources.FolderLatents(family, family.variants[0], vae_folder, "cpu", dtype)
+        return source.keys_of(images[:1])[images[0]]
+
+    found = {key(), key(version=2), key(dtype=torch.bfloat16)}
+    file = vae_folder / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    assert len(found | {key()}) == 4
