@@ -102,9 +102,3 @@ def test_clips_may_grow_by_several_latent_frames_at_once() -> None:
     assert cells == [1, 2, 7, 12, 17, 22] and [latent.num_frames(n) for n in cells] == lengths
     with pytest.raises(ValueError, match=r"data\.frames has 4, 30, .*nearest are 1, 5, 22, 39"):
         make_clip_plan(DataConfig(FOLDER, frames=(4, 30)), latent)
-
-
-@pytest.mark.parametrize("length, nearest", [(32, "29, 33"), (80, "77, 81"), (2, "1, 5")])
-def test_lengths_the_model_does_not_take_are_refused_with_the_nearest(length, nearest):
-    with pytest.raises(ValueError, match=rf"data\.frames has {length}, .* 4n \+ 1 .* nearest are {nearest}"):
-        _plan(frames=(1, length))
