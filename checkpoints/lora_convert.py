@@ -23,7 +23,6 @@ from .model_class import expected_shapes
 from .model_files import first
 
 FileLayout = Literal["original", "diffusers", "both", "kohya"]
-LAYOUTS: tuple[FileLayout, ...] = ("original", "diffusers", "both", "kohya")
 
 _KOHYA = {A: "lora_down.weight", B: "lora_up.weight"}
 

@@ -164,6 +164,7 @@ def _refused() -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None, tupl
         "NaN": ({a: down, b: up * math.nan}, None, (name, "lora_B", "not finite")),
         "empty": ({a: down[:0], b: up[:, :0]}, None, (name, "lora_A", "empty")),
         "half of LoKr": ({f"{name}.lokr_w1": up, f"{name}.lokr_w2_b": down}, None, (name, "lokr_w2_a")),
+        "half of LoHa": ({f"{name}.hada_w1_a": up, f"{name}.hada_w1_b": down}, None, (name, "hada_w2_a")),
         "no second factor": ({f"{name}.lokr_w1": up}, None, (name, "lokr_w2")),
         "alpha alone": ({alpha: torch.tensor(1.0)}, None, (name, "alpha")),
         "LoRA and LoKr": ({a: down, b: up, f"{name}.lokr_w1": up, f"{name}.lokr_w2": up}, None, (name, "LoKr")),
