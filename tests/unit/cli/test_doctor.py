@@ -87,6 +87,8 @@ def test_a_split_needs_two_gpus_and_a_split_model_comfyui_but_nothing_for_traini
         assert doctor.why_not(facts, each) == ""
     assert doctor.why_not(two | one, "LoRA training on a GPU") == ""
     assert doctor.why_not(sampling | {"comfyui": None}, SPLIT).startswith("no ComfyUI was found")
+    run = next(name for name in doctor._FEATURES if name.startswith("devicebridge run"))
+    assert "comfy-cli" in doctor.why_not(sampling | {"comfy_cli": None}, run)
 
 
 def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
