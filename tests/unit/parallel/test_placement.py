@@ -63,6 +63,8 @@ def test_plan_is_as_good_as_the_best_cut(seed):
 def test_uneven_devices_are_filled_in_proportion():
     placement = plan_placement([f"b.{i}" for i in range(30)], DEVICES[:2], block_cost=[1] * 30, capacity=[24, 12])
     assert placement.devices.count(DEVICES[0]) == 20
+    tied = plan_placement(["b.0", "b.1", "b.2"], DEVICES[:2], block_cost=[1] * 3)
+    assert tied.devices.count(DEVICES[0]) == 1  # which has the activations of front and tail
 
 
 def test_a_cut_by_hand_must_fit_too():
