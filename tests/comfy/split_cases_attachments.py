@@ -136,13 +136,6 @@ def what_keeps_no_state_leaves_overlap_on(case: Case) -> None:
 def writes_into_what_every_block_gets(case: Case) -> None:
     """A change in place of a loop constant counts for all later blocks, on whichever card."""
 
-    def z_image(model: Any, device: torch.device) -> None:
-        def patch(args: dict[str, Any]) -> dict[str, Any]:
-            args["vec"].mul_(0.9)
-            return args
-
-        model.set_model_double_block_patch(patch)
-
     def replaced(entry: str, model: Any, device: torch.device) -> None:
         def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
             for tensor in args[entry] if isinstance(args[entry], tuple) else (args[entry],):
@@ -153,7 +146,6 @@ def writes_into_what_every_block_gets(case: Case) -> None:
             model.set_model_patch_replace(replacement, "dit", *block)
 
     three = ({"devices": (HOME, OTHER, THIRD)}, _FIRST, {"transport": "relay"})
-    _compare(case, "vec, between blocks", "z_image", z_image, settings=three)
     for entry in ("vec", "pe"):
         change = functools.partial(replaced, entry)
         _compare(case, f"{entry}, by a replacement", "flux1", change, settings=three)
@@ -184,21 +176,6 @@ def writes_into_what_an_attention_patch_gets(case: Case) -> None:
     (patch,) = guard_options(options, types.SimpleNamespace(main_device=HOME), None)["patches"]["of a pack"]  # type: ignore[arg-type]
     returned = patch({"sigmas": torch.ones(1, device=HOME)}, torch.ones(2, device=OTHER))
     case.check("x, behind options of the main card", (*seen, returned.device) == (HOME, OTHER), (seen, returned.device))
-
-
-@case
-def a_forward_run_twice(case: Case) -> None:
-    """A wrapper that computes twice and weakens the context in place between."""
-
-    def change(model: Any, device: torch.device) -> None:
-        def twice(executor: Any, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
-            first = executor(x, timesteps, context, *args, **kwargs)
-            context.mul_(0.5)
-            return first + 0.5 * (executor(x, timesteps, context, *args, **kwargs) - first)
-
-        model.add_wrapper_with_key(_KINDS.DIFFUSION_MODEL, "a pack", twice)
-
-    _compare(case, "sdxl", "sdxl", change, settings=({}, {"balance": "manual", "split_at": (3,)}), cfg=3.0)
 
 
 @case

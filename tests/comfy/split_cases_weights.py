@@ -53,19 +53,6 @@ def split_after_plain_has_run(case: Case) -> None:
     case.equal("plain again, clean", host.sample(plain, NAME), host.reference(NAME))
 
 
-@case
-def split_outlives_its_source(case: Case) -> None:
-    host = case.host
-    plain = host.load(NAME)
-    divided = split(plain)
-    host.sample(host.lora(plain, NAME, 1), NAME)
-    del plain
-    gc.collect()
-    case.equal("after the plain one is gone", host.sample(divided, NAME), host.reference(NAME))
-    host.unload_all()
-    case.equal("and after unloading", host.sample(divided, NAME), host.reference(NAME))
-
-
 def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any = None) -> torch.Tensor:
     positive = hooked(NAME, 1, strengths=((0.25, 0.0), (1.0, 0.4)) if keyframes else ())
     return host.sample(model, NAME, cfg=3.0, steps=4, positive=positive, negative=negative)
@@ -122,13 +109,6 @@ def _saved(model: Any) -> dict[str, torch.Tensor]:
     return {key: on_cpu(tensor).clone() for key, tensor in files[0].items()}
 
 
-def _other_layers(model: Any) -> Any:
-    """Packs replace layers and methods of blocks by name; each goes where the block is and comes off again."""
-    for key in ("double_blocks.0.img_mlp.1", "single_blocks.3.mlp_act"):
-        model.add_object_patch(f"diffusion_model.{key}", torch.nn.SiLU())
-    return model
-
-
 def _other_weights(model: Any) -> Any:
     """A function of a pack that is applied to a weight at every use, on whichever card it is."""
     for key in ("double_blocks.0.img_mlp.0", "single_blocks.3.linear2"):
@@ -137,18 +117,15 @@ def _other_weights(model: Any) -> Any:
 
 
 @case
-def patches_of_layers_and_of_weights(case: Case) -> None:
+def patches_of_weights(case: Case) -> None:
     host, clean = case.host, case.host.reference(NAME)
-    for change in (_other_layers, _other_weights):
-        reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
-        case.differs(f"{change.__name__}: it does something", reference, clean)
-        divided = split(host.load(NAME))
-        for when in ("first", "again"):
-            output = host.sample(change(divided.clone()), NAME)
-            case.equal(f"{change.__name__}: after the split, {when}", output, reference)
-            case.equal(f"{change.__name__}: without it, {when}", host.sample(divided, NAME), clean)
-        before = split(change(host.load(NAME)))
-        case.equal(f"{change.__name__}: before the split", host.sample(before, NAME), reference)
+    reference = host.sample(_other_weights(host.load(NAME, load_device=CPU)), NAME)
+    case.differs("it does something", reference, clean)
+    divided = split(host.load(NAME))
+    for when in ("first", "again"):
+        case.equal(f"after the split, {when}", host.sample(_other_weights(divided.clone()), NAME), reference)
+        case.equal(f"without it, {when}", host.sample(divided, NAME), clean)
+    case.equal("before the split", host.sample(split(_other_weights(host.load(NAME))), NAME), reference)
 
 
 @case

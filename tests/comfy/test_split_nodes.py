@@ -79,13 +79,6 @@ def test_a_split_model_makes_the_same_latents(server: Server, plain: torch.Tenso
     assert torch.equal(_run(server, graph), plain)  # run again, parts of it from the host's cache
 
 
-def test_a_model_loaded_across_cards_makes_the_same_latents(server: Server, plain: torch.Tensor) -> None:
-    load = _split(
-        "DeviceBridgeLoadDiffusionModelSplit", ["on", 0], unet_name="tiny.safetensors", weight_dtype="default"
-    )
-    assert torch.equal(_run(server, _graph(["load_split", 0], "loaded", load_split=load)), plain)
-
-
 def test_without_a_second_device_the_model_stays_whole(server: Server, plain: torch.Tensor) -> None:
     split = _split("DeviceBridgeSplitModel", "auto", model=["load", 0])
     assert torch.equal(_run(server, _graph(["split", 0], "whole", is_emulated=False, split=split)), plain)
@@ -117,7 +110,6 @@ OLD_WORKFLOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "first card": ("UNETLoaderMultiGPU", {"device": "lazy:0"}),
     "processor": ("UNETLoaderMultiGPU", {"device": "cpu"}),
     "lent by a card": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"virtual_vram_gb": 1.0, "donor_device": "lazy:1"}),
-    "ratio": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:1,25%;lazy:0,75%"}),
     "fractions": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:0,0.0001;lazy:1,0.5"}),
     "rest in the host": (
         "UNETLoaderDisTorch2MultiGPU",
