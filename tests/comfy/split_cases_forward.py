@@ -21,7 +21,6 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_host import HOME
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
 Change = Callable[[Any, torch.device], None]
 
@@ -214,19 +213,6 @@ def an_error_inside_a_block(case: Case) -> None:
         bridge = divided._tree.bridge
         case.check("no forward is left running", not bridge.is_running and not bridge._local.guards)
         case.equal("the next one is right", host.sample(divided, "flux1"), reference)
-
-
-@case
-def reference_latents(case: Case) -> None:
-    """Edit models take further latents into their sequence."""
-    host = case.host
-    extra = {"flux1": (1, 16, 6, 6), "flux2": (1, 128, 2, 4), "qwen_image": (1, 16, 1, 6, 8)}
-    for name, shape in extra.items():
-        positive = FAMILIES[name].condition(1)
-        positive[0][1]["reference_latents"] = [_noise(*shape, device=CPU)]
-        reference = host.reference(name, positive=positive)
-        case.differs(f"{name}: it does something", reference, host.reference(name))
-        case.equal(name, host.sample(split(host.load(name)), name, positive=positive), reference)
 
 
 @case

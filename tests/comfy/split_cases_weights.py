@@ -40,19 +40,6 @@ def clones_of_a_split_with_different_loras(case: Case) -> None:
     case.equal("a clone alone", host.sample(copy, NAME), host.reference(NAME))
 
 
-@case
-def split_after_plain_has_run(case: Case) -> None:
-    """A MODEL that is on the card, with a LoRA baked in, is taken off it and then split."""
-    host = case.host
-    plain = host.load(NAME)
-    host.sample(host.lora(plain, NAME, 1), NAME)
-    case.check("the plain one is on the card", weights_on(plain, HOME) > 0)
-    divided = split(plain)
-    case.check("and leaves it", weights_on(plain, HOME) == 0, weights_on(plain, HOME))
-    case.equal("split, clean", host.sample(divided, NAME), host.reference(NAME))
-    case.equal("plain again, clean", host.sample(plain, NAME), host.reference(NAME))
-
-
 def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any = None) -> torch.Tensor:
     positive = hooked(NAME, 1, strengths=((0.25, 0.0), (1.0, 0.4)) if keyframes else ())
     return host.sample(model, NAME, cfg=3.0, steps=4, positive=positive, negative=negative)
@@ -151,6 +138,7 @@ def split_of_a_model_for_another_card(case: Case) -> None:
     with host.machine.room_for(int(plain.model_size()) // 2, OTHER):
         case.equal("plain", host.sample(plain, NAME), host.reference(NAME, 1))
         divided = split(plain)
+    case.check("the plain one leaves its card", weights_on(plain, OTHER) == 0, weights_on(plain, OTHER))
     case.equal("split", host.sample(divided, NAME), host.reference(NAME, 1))
     case.check("home is card 0", divided.load_device == HOME and live_bytes(HOME) > 0, divided.load_device)
     case.equal("plain again", host.sample(plain, NAME), host.reference(NAME, 1))

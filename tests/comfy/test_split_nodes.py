@@ -110,11 +110,6 @@ OLD_WORKFLOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "first card": ("UNETLoaderMultiGPU", {"device": "lazy:0"}),
     "processor": ("UNETLoaderMultiGPU", {"device": "cpu"}),
     "lent by a card": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"virtual_vram_gb": 1.0, "donor_device": "lazy:1"}),
-    "fractions": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:0,0.0001;lazy:1,0.5"}),
-    "rest in the host": (
-        "UNETLoaderDisTorch2MultiGPU",
-        _DISTORCH | {"expert_mode_allocations": "lazy:0,1mb;lazy:1,500kb;cpu,*"},
-    ),
     "low precision": ("UNetLoaderLP", {}),
 }
 _ALWAYS = ("second card", "bytes")
