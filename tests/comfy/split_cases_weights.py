@@ -65,20 +65,6 @@ def scheduled_loras(case: Case) -> None:
 
 
 @case
-def all_keys_are_seen(case: Case) -> None:
-    """Whoever asks a split MODEL for its weights gets every one of them, also while it is loaded."""
-    host = case.host
-    plain, divided = host.load(NAME), split(host.load(NAME))
-    for when in ("before", "while loaded"):
-        case.check(f"state dict {when}", set(divided.model_state_dict()) == set(plain.model_state_dict()))
-        case.check(f"key patches {when}", set(divided.get_key_patches()) == set(plain.get_key_patches()))
-        keys = divided.add_patches({"diffusion_model.single_blocks.3.linear1.weight": (torch.zeros(1),)})
-        case.check(f"a key on the other card can be patched {when}", len(keys) == 1, keys)
-        divided = split(plain)
-        host.sample(divided, NAME)
-
-
-@case
 def saving(case: Case) -> None:
     """ModelSave with a LoRA baked in: what goes into the file is what the unsplit MODEL gives."""
     host = case.host

@@ -84,13 +84,6 @@ def test_without_a_second_device_the_model_stays_whole(server: Server, plain: to
     assert torch.equal(_run(server, _graph(["split", 0], "whole", is_emulated=False, split=split)), plain)
 
 
-def test_a_device_that_is_not_there_is_named_with_what_is(server: Server, tiny_files: None) -> None:
-    split = _split("DeviceBridgeSplitModel", "cuda:0,cuda:1", model=["load", 0])
-    finished = server.run(_graph(["split", 0], "never", is_emulated=False, split=split))
-    assert finished.status == "error"
-    assert "device 'cuda:0' does not exist on this machine; found here: cpu" in finished.error
-
-
 def test_the_log_says_what_each_card_gets_before_and_what_it_has_left_at_loading(server, plain):
     seen = len(server.log.read_text(encoding="utf-8"))
     split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load", 0], split_at="1", balance="manual")
