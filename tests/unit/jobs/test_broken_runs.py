@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import math
 import os
 import re
@@ -49,6 +50,21 @@ def _raise(error):
     raise error
 
 
+def _after_call(number, monkeypatch, owner, name, act):
+    ordinary, calls = getattr(owner, name), itertools.count(1)
+
+    def call(own):
+        ordinary(own)
+        if next(calls) == number:
+            act(own)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def _fall_off(own):
+    raise RuntimeError("the card fell off")
+
+
 def _saved(tmp_path):
     return [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
 
@@ -68,32 +84,16 @@ def test_what_is_done_is_saved_whatever_breaks_and_the_run_goes_on_bit_for_bit(e
 
 def test_a_step_that_breaks_half_way_is_done_anew(straight, tmp_path, monkeypatch):
     """Its batch was taken and dropout was drawn; the checkpoint stands where it began."""
-    job, calls = _job(tmp_path), []
-    ordinary = torch.Tensor.backward
-
-    def break_the_fourth(loss):
-        ordinary(loss)
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("the card fell off")
-
-    monkeypatch.setattr(torch.Tensor, "backward", break_the_fourth)
+    job = _job(tmp_path)
+    _after_call(4, monkeypatch, torch.Tensor, "backward", _fall_off)
     with pytest.raises(RuntimeError, match="fell off\nThe steps done are saved in .*step-000003"):
         run_job(job)
     assert run_job(job, resume=True).lora_path.read_bytes() == straight
 
 
 def test_a_step_of_which_half_the_weights_are_changed_is_not_saved(tmp_path, monkeypatch):
-    job, calls = _job(tmp_path, output={"save_every_steps": 2}), []
-    ordinary = torch.optim.AdamW.step
-
-    def break_the_fourth(optimizer):
-        ordinary(optimizer)
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("the card fell off")
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", break_the_fourth)
+    job = _job(tmp_path, output={"save_every_steps": 2})
+    _after_call(4, monkeypatch, torch.optim.AdamW, "step", _fall_off)
     with pytest.raises(RuntimeError, match=r"saved in .*step-000002; steps 3 to 3 are not\. The same job goes on"):
         run_job(job)
     assert _saved(tmp_path) == ["step-000002"]
@@ -174,8 +174,6 @@ def test_pruning_removes_what_a_killed_run_has_left(tmp_path):
     run_job(job)
     other = _other_job(job, tmp_path / "other")
     plans = {"other": check_job(other, is_to_train=False)}
-    with CacheStore(job.cache.folder).living_run():
-        assert prune_caches(plans, CACHE_PARTS)[0].deleted == 0
     folder = CacheStore(job.cache.folder).folder / ".runs"  # of a run that was killed
     folder.mkdir()
     (folder / "x.lock").touch()
@@ -269,15 +267,7 @@ def _spoil_weights(value):
 def test_weights_that_are_not_finite_are_never_saved(steps, value, tmp_path, monkeypatch):
     """In the last step, where no loss shows it, and in another."""
     job = _job(tmp_path, train={"steps": steps, "batch_size": 2, "seed": 3}, output={"save_every_steps": 2})
-    ordinary, calls = torch.optim.AdamW.step, []
-
-    def step(optimizer):
-        ordinary(optimizer)
-        calls.append(1)
-        if len(calls) == min(steps, 3):
-            _spoil_weights(value)(optimizer)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    _after_call(min(steps, 3), monkeypatch, torch.optim.AdamW, "step", _spoil_weights(value))
     with pytest.raises(RuntimeError, match=f"after step {min(steps, 3)} the LoRA's weights are not finite as float32"):
         run_job(job)
     assert _saved(tmp_path) == ([] if steps == 1 else ["step-000002"])

@@ -177,33 +177,6 @@ def test_an_empty_caption_file_is_named_and_all_is_computed(job, tmp_path, caplo
 
 
 @contextlib.contextmanager
-def _files_of_at_most(num_bytes):
-    import resource
-
-    assert sys.platform != "win32"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="this system has no limit on the size of files")
-def test_a_file_that_may_not_grow_is_named_and_everything_else_is_kept(job, tmp_path, capsys, monkeypatch):
-    assert main(["cache", job, "--only", "latents"]) == 0
-    assert max(map(len, _entries(tmp_path).values())) < 20_000
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file of it would be cut, and found by everybody else
-    with _files_of_at_most(20_000):
-        assert main(["cache", job]) == 2
-    error = capsys.readouterr().err
-    assert re.search(rf"{tmp_path}/cache/\w\w/\w+\.safetensors cannot be written \(File too large\)", error)
-    assert "make room there" in error and "is kept" in error
-    assert len(_entries(tmp_path)) == NUM_IMAGES and not _temporary_files(tmp_path)
-    assert main(["cache", job]) == 0 and main(["cache", job, "--verify"]) == 0
-
-
-@contextlib.contextmanager
 def _disk(folder, *options):
     """A small file system of its own at this folder."""
     folder.mkdir(exist_ok=True)
@@ -232,5 +205,6 @@ def test_a_read_only_cache_is_named_where_something_is_missing_and_else_works(jo
         assert main(["cache", job]) == 2 and _counts(calls) == (0, 0)
         error = capsys.readouterr().err
         assert f"{tmp_path}/cache/" in error and "cannot be written" in error and "make its folder writable" in error
+        assert "is kept" in error
         assert main(["cache", job, "--prune"]) == 2 and "cannot be written" in capsys.readouterr().err
     assert len(_entries(tmp_path)) == NUM_TEXTS + NUM_IMAGES

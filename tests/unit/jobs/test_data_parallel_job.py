@@ -90,12 +90,11 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
     assert any(len(runs) == 2 for runs in begins.values())  # a shape came to one card before the other
 
 
-@pytest.mark.parametrize(("first", "second"), [("data", "pipeline"), ("none", "data")])
-def test_a_run_is_resumed_as_it_began_or_not_at_all(tmp_path, first, second):
-    job = _job(tmp_path, "run", parallel={"strategy": first})
+def test_a_run_of_one_model_is_not_resumed_on_copies(tmp_path):
+    job = _job(tmp_path, "run", parallel={"strategy": "none"})
     run_steps(job, cards=3)
     with pytest.raises(ValueError, match="would not be the same run"):
-        run_on_cards(dataclasses.replace(job, parallel=ParallelConfig(strategy=second)), resume=True)
+        run_on_cards(dataclasses.replace(job, parallel=ParallelConfig(strategy="data")), resume=True)
 
 
 def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypatch):
@@ -124,20 +123,21 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("devices", "accumulation", "expected"),
+    ("devices", "accumulation", "strategy", "expected"),
     [
-        (["lazy:0", "lazy:1"], 3, CARDS[:2]), (["lazy:0", "lazy:1"], 1, ()), (["lazy:0"], 3, ()),
-        (["lazy:0", "cpu"], 3, ()),
+        (["lazy:0", "lazy:1"], 3, "data", CARDS[:2]), (["lazy:0", "lazy:1"], 1, "data", ()),
+        *((devices, 3, strategy, ()) for devices in (["lazy:0"], ["lazy:0", "cpu"]) for strategy in ("data", "tokens")),
     ],
 )  # fmt: skip
-def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, expected):
-    job = _job(
-        tmp_path, "run", split={"devices": devices}, train={"steps": 1, "gradient_accumulation_steps": accumulation}
-    )
+def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, strategy, expected):
+    sections = {"split": {"devices": devices}, "parallel": {"strategy": strategy}}
+    train = {"steps": 1, "gradient_accumulation_steps": accumulation}
+    job = _job(tmp_path, "run", train=train, **sections)
     with emulated_cards():
         plan = check_job(job)
     assert plan.placement.replicas == tuple(expected) and plan.execution.ahead is None and plan.placement.tail == ()
     assert ("left out" in caplog.text) == (not expected)
+    assert strategy == "data" or plan.execution.strategy == "none"
 
 
 def test_without_a_planner_nobody_gets_replicas_unasked(tmp_path):
@@ -161,13 +161,15 @@ def test_what_contradicts_replicas_is_refused_before_anything_is_loaded(tmp_path
         check_job(_job(tmp_path, "run", **sections))
 
 
-def test_lora_on_what_the_tail_reads_is_no_matter_to_replicas(tmp_path):
+def test_lora_on_what_the_tail_reads_is_no_matter_to_replicas_and_stages(tmp_path):
     sections = {
         "lora": {"targets": ["*time_embedder*", "*to_q"]},
         "train": {"steps": 1, "gradient_accumulation_steps": 2},
     }
     with emulated_cards():
         assert check_job(_job(tmp_path, "run", "wan", **sections)).placement.replicas
+        staged = check_job(_job(tmp_path, "run", "wan", parallel={"strategy": "pipeline"}, **sections))
+        assert staged.execution.ahead is not None
 
 
 def test_a_job_of_an_earlier_release_is_resumed_over_all_cards(tmp_path, monkeypatch):

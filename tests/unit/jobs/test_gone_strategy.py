@@ -86,13 +86,6 @@ def test_what_tokens_cannot_do_is_refused_before_anything_is_loaded(tmp_path, sp
         check_job(_job(tmp_path, "run", split={"devices": _CARDS, **split}, parallel={"strategy": "tokens"}))
 
 
-@pytest.mark.parametrize("devices", [["lazy:0"], ["lazy:0", "cpu"]])
-def test_where_cards_cannot_compute_together_a_warning_says_so(tmp_path, caplog, devices):
-    with emulated_cards():
-        plan = check_job(_job(tmp_path, "run", split={"devices": devices}, parallel={"strategy": "tokens"}))
-    assert plan.execution.strategy == "none" and plan.placement.replicas == () and "left out" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("kept", "shares"),
     [({}, (2.25, 1.0)), ({"row_shares": [1, 1]}, (1, 1)), ({"row_shares": None, "shares_rows": True}, (1, 1))],

@@ -101,15 +101,6 @@ def test_several_captions_with_shuffled_tags_are_encoded_each_and_drawn_alike_af
         assert all(torch.equal(expected[name], each) for name, each in found.items())
 
 
-def _wait_for(process, text):
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return
-    raise AssertionError("".join(lines))
-
-
 @pytest.fixture(scope="module")
 def long_job(tmp_path_factory):
     """A job of 14 steps that saves every 4, and the LoRA of its uninterrupted run."""
@@ -120,41 +111,32 @@ def long_job(tmp_path_factory):
     return folder, job
 
 
-def _interrupted(long_job, name, number):
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+@pytest.mark.parametrize(
+    "name", ["SIGKILL", "SIGTERM", *(pytest.param(each, marks=pytest.mark.long) for each in ("SIGINT", "SIGHUP"))]
+)
+def test_a_run_that_a_signal_ends_is_resumed_to_the_same_bytes(long_job, name):
+    """Those that can be heard finish the step, save and say how to resume."""
     folder, job = long_job
     job = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(folder / name)))
-    save_job(job, folder / f"{name}.toml")
     job_file = folder / f"{name}.toml"
+    save_job(job, job_file)
     code = "import runpy, sys; sys.argv[0] = 'devicebridge'; "
     code += f"runpy.run_path({str(ROOT / 'bootstrap.py')!r})['load_pack'](); "
     code += "from devicebridge.tests.tiny_pipeline import short_texts; texts = short_texts(); texts.__enter__(); "
     code += "from devicebridge.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-u", "-c", code, "train", str(job_file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
-    _wait_for(process, "step-000004")
-    process.send_signal(number)
-    rest, _ = process.communicate()
-    return folder, job, process.returncode, rest
-
-
-@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
-def test_kill_9_then_resume_gives_the_same_bytes(long_job):
-    folder, job, code, _ = _interrupted(long_job, "killed", signal.SIGKILL)
-    assert code == -signal.SIGKILL
+    assert any("step-000004" in line for line in process.stdout)
+    process.send_signal(getattr(signal, name))
+    output, _ = process.communicate()
+    if name == "SIGKILL":
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130 and "--resume" in output and "resume to continue" in output, output
+        assert (folder / name / "lora.safetensors").exists()
     result = run_job(job, resume=True)
     assert result.step == 14
-    assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
-@pytest.mark.parametrize(
-    "name", ["SIGTERM", *(pytest.param(each, marks=pytest.mark.long) for each in ("SIGINT", "SIGHUP"))]
-)
-def test_signals_finish_the_step_save_and_say_how_to_resume(long_job, name):
-    folder, job, code, output = _interrupted(long_job, name, getattr(signal, name))
-    assert code == 130 and "--resume" in output and "resume to continue" in output, output
-    assert (folder / name / "lora.safetensors").exists()
-    result = run_job(job, resume=True)
     assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
 
 
@@ -266,8 +248,7 @@ def test_a_job_stopped_at_once_leaves_nothing_in_the_way(tmp_path):
 def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
     job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3}, output={"lora_layout": layout})
     result = run_job(job)
-    with safe_open(result.lora_path, "pt") as file:
-        metadata = file.metadata()
+    metadata = _metadata(result.lora_path)
     assert metadata["ss_network_dim"] == "4" and metadata["modelspec.architecture"].endswith("/lora")
     config = json.loads(metadata["devicebridge_config"])
     assert config["lora"]["rank"] == 4 and str(tmp_path) not in json.dumps(metadata)

@@ -50,55 +50,21 @@ def _bytes(result: TrainingResult) -> bytes:
     return result.lora_path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("scheme", "name"),
-    [
-        pytest.param("none", "wan", marks=pytest.mark.long),
-        ("int8", "wan"),
-        pytest.param("int8-compute", "flux2", marks=pytest.mark.long),
-    ],
-)
-def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme, name, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_alike_in_stages_and_resumes_bit_for_bit(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
-    train = {**TRAIN, "steps": 3}
-    sections: dict[str, Any] = {"lora": LOKR, "model": {"quantize": scheme, "rotation": 16}, "train": train}
-    plain = run_on_cards(_job(tmp_path, "plain", name, **sections))
-    assert len(set(plain.losses)) == 3 and any(key.endswith("lokr_w1") for key in plain.lora)
-    pipeline = {"split": CARDS, "parallel": {"strategy": "pipeline"}}
-    ways: dict[str, dict[str, Any]] = {
-        "split": {"split": CARDS}, "kept": {"split": {**CARDS, "blocks_without_checkpointing": [1, 1]}},
-        "streamed": {"split": {**CARDS, "offloaded_blocks": [1, 0]}},
-        "plain blocks": {"train": {**train, "gradient_checkpointing": False}},
-        "moved": {"train": {**train, "offload_activations": "on"}},
-    }  # fmt: skip
-    for way, changes in {"pipeline": pipeline, **(ways if scheme == "none" else {})}.items():
-        found = run_on_cards(_job(tmp_path, way, name, **{**sections, **changes}))
-        assert found.losses == plain.losses, way
-        assert all(torch.equal(found.lora[key], tensor) for key, tensor in plain.lora.items()), way
-    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", name, **sections))
-    assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
-
-
-@pytest.mark.parametrize("kind", [pytest.param("lokr", marks=pytest.mark.long), "loha", "dokr", "oft"])
-def test_every_kind_trains_on_copies_of_the_model(tmp_path: Path, kind: str) -> None:
-    train = {"steps": 2}
-    plain = run_on_cards(_job(tmp_path, "plain", "wan", lora=KINDS[kind], train=train))
-    way: dict[str, Any] = {"split": CARDS, "parallel": {"strategy": "data"}}
-    copies = run_on_cards(_job(tmp_path, "copies", "wan", lora=KINDS[kind], train=train, **way))
-    assert copies.losses == pytest.approx(plain.losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["loha", "dokr", "oft"])
-def test_other_kinds_train_alike_in_stages_and_resume_bit_for_bit(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
-    lora = KINDS[kind]
-    plain = run_on_cards(_job(tmp_path, "plain", lora=lora))
-    end = {"loha": ".hada_w2_b", "dokr": ".dora_scale", "oft": ".oft_blocks"}[kind]
+    sections: dict[str, Any] = {"lora": KINDS[kind]}
+    if kind == "lokr":
+        sections["model"] = {"quantize": "int8", "rotation": 16}
+    plain = run_on_cards(_job(tmp_path, "plain", **sections))
+    end = {"lokr": ".lokr_w1", "loha": ".hada_w2_b", "dokr": ".dora_scale", "oft": ".oft_blocks"}[kind]
     assert len(set(plain.losses)) == 4 and any(key.endswith(end) for key in plain.lora)
     for way in ({"parallel": {"strategy": "pipeline"}}, {"split": {**CARDS, "offloaded_blocks": [1, 0]}}):
-        found = run_on_cards(_job(tmp_path, str(len(way)) + next(iter(way)), lora=lora, **{"split": CARDS, **way}))
+        found = run_on_cards(_job(tmp_path, str(len(way)) + next(iter(way)), **sections, **{"split": CARDS, **way}))
         assert found.losses == plain.losses and all(torch.equal(found.lora[key], plain.lora[key]) for key in plain.lora)
-    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", lora=lora))
+    copies = run_on_cards(_job(tmp_path, "copies", **sections, split=CARDS, parallel={"strategy": "data"}))
+    assert copies.losses == pytest.approx(plain.losses, rel=1e-5)
+    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", **sections))
     assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
 
 
@@ -131,13 +97,14 @@ def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
         assert again.eval_after != again.eval_before, way
 
 
-def test_a_run_that_started_from_a_file_resumes_without_it(tmp_path: Path) -> None:
+def test_a_run_with_an_average_that_started_from_a_file_resumes_without_it(tmp_path: Path) -> None:
     first = run_on_cards(_job(tmp_path, "first"))
     assert first.lora_path is not None
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(first.lora_path.read_bytes())
-    straight = run_on_cards(_job(tmp_path, "straight", lora={"start_from": str(copy)}))
-    job = _job(tmp_path, "resumed", lora={"start_from": str(copy)})
+    sections: dict[str, Any] = {"lora": {"start_from": str(copy)}, "train": {"ema_decay": 0.8}}
+    straight = run_on_cards(_job(tmp_path, "straight", **sections))
+    job = _job(tmp_path, "resumed", **sections)
     run_steps(job, cards=3)
     copy.unlink()
     resumed = run_on_cards(job, resume=True)
@@ -200,25 +167,11 @@ def test_the_average_is_that_of_the_checkpoints_and_in_the_file_if_asked(tmp_pat
         expected = weight * expected + (1 - weight) * each[key]
     module = key.removesuffix(".lora_B.weight")
     assert torch.allclose(values[-1][f"ema.{module}.lora_B.default.weight"], expected, atol=1e-7)
-    of_average, of_last = (run_on_cards(job_, resume=True) for job_ in (job, _with_last(job)))
+    last = dataclasses.replace(job, output=dataclasses.replace(job.output, use_ema=False))
+    of_average, of_last = (run_on_cards(each, resume=True) for each in (job, last))
     assert _bytes(with_average) == _bytes(of_average)
     assert all(torch.equal(of_last.lora[name], tensor) for name, tensor in straight.lora.items())
     assert any(not torch.equal(of_average.lora[name], tensor) for name, tensor in straight.lora.items())
-
-
-def _with_last(job: JobConfig) -> JobConfig:
-    return dataclasses.replace(job, output=dataclasses.replace(job.output, use_ema=False))
-
-
-@pytest.mark.parametrize("strategy", ["none", pytest.param("data", marks=pytest.mark.long)])
-def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
-    sections: dict[str, Any] = {
-        "train": {"ema_decay": 0.8, "steps": 3}, "lora": {"dtype": "bfloat16" if strategy == "none" else "float32"},
-        "split": {"devices": ["cpu"]} if strategy == "none" else CARDS, "parallel": {"strategy": strategy},
-    }  # fmt: skip
-    straight = run_on_cards(_job(tmp_path, "straight", "wan", **sections))
-    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
-    assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
 
 
 @pytest.mark.parametrize("use_ema", [True, False])

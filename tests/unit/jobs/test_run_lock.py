@@ -31,15 +31,10 @@ with run_lock(Path(sys.argv[2])):
 """
 
 
-def _hold_elsewhere(folder):
-    command = [sys.executable, "-c", _HOLD, str(ROOT / "bootstrap.py"), str(folder)]
+def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path):
+    command = [sys.executable, "-c", _HOLD, str(ROOT / "bootstrap.py"), str(tmp_path / "run")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
-    return process
-
-
-def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path):
-    process = _hold_elsewhere(tmp_path / "run")
     try:
         owner = (
             rf"run is in use by process {process.pid} on {socket.gethostname()}, since \d{{4}}-.*; wait for that run"

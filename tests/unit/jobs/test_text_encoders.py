@@ -1,5 +1,6 @@
 """Text encoders that are trained: which models have them, and what they take by the headers of their files."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,13 +64,8 @@ def test_without_them_nothing_is_held() -> None:
 def test_models_without_clip_and_jobs_that_do_not_name_it_are_refused(info, clip, message):
     job = _job(clip or ("/clip",))
     if not clip:
-        cache = {"text_source": f"comfyui 1 CLIP {'a' * 64}"}
-        job = make_job(
-            {
-                "model": {"path": "/m", "family": "comfyui"}, "data": {"folders": [{"path": "/i"}]},
-                "train": {"steps": 1}, "output": {"folder": "/run"}, "lora": {"text_encoder": True}, "cache": cache,
-            }
-        )  # fmt: skip
+        cache = replace(job.cache, stock_clip=(), stock_clip_type="", text_source=f"comfyui 1 CLIP {'a' * 64}")
+        job = replace(job, cache=cache)
     with pytest.raises(ValueError, match=message):
         refuse_text_encoders(job, info)
 

@@ -49,10 +49,11 @@ def _add(queue: JobQueue, name: str, device: str = "cuda:7", **sections: Any) ->
 
 
 CHANGES: dict[str, Any] = {
-    "add": lambda queue: _add(queue, "new"), "replace": lambda queue: _add(queue, "b", train={"steps": 20}),
-    "remove": lambda queue: queue.remove(queue.jobs()[1].id),
-    "earlier": lambda queue: queue.move(queue.jobs()[1].id, is_earlier=True),
-    "later": lambda queue: queue.move(queue.jobs()[1].id, is_earlier=False),
+    "add": lambda queue, job: _add(queue, "new"),
+    "replace": lambda queue, job: _add(queue, "b", train={"steps": 20}),
+    "remove": lambda queue, job: queue.remove(job.id),
+    "earlier": lambda queue, job: queue.move(job.id, is_earlier=True),
+    "later": lambda queue, job: queue.move(job.id, is_earlier=False),
 }  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def test_whoever_is_killed_in_a_change_leaves_the_queue_as_before_or_as_after(tm
     queue = _queue(tmp_path)
     for name in ("a", "b", "c"):
         _add(queue, name)
-    before, writes = _runs(queue), []
+    before, job, writes = _runs(queue), queue.jobs()[1], []
 
     def write(path: Path, data: bytes) -> None:
         writes.append(path)
@@ -76,7 +77,7 @@ def test_whoever_is_killed_in_a_change_leaves_the_queue_as_before_or_as_after(tm
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("devicebridge.runs.queue.write_atomically", write)
-        CHANGES[change](queue)
+        CHANGES[change](queue, job)
     assert len(writes) == 1 and not is_locked(tmp_path / "memory" / ".lock")
     found = _runs(_queue(tmp_path))
     done = {
@@ -100,9 +101,7 @@ def test_nobody_changes_the_queue_while_another_does(tmp_path, monkeypatch, chan
     job = queue.jobs()[1]
     monkeypatch.setattr(JobQueue, "_all", read_all)
     monkeypatch.setattr(JobQueue, "jobs", lambda self: [each for each in self._all()])
-    changes = {"remove": lambda: queue.remove(job.id), "earlier": lambda: queue.move(job.id, is_earlier=True)}
-    changes |= {"later": lambda: queue.move(job.id, is_earlier=False)}
-    changes.get(change, lambda: CHANGES[change](queue))()
+    CHANGES[change](queue, job)
     assert held and all(held), "what a change goes by was read under the lock that it is written under"
 
 

@@ -120,12 +120,6 @@ def test_a_run_is_running_then_finished_and_failed_with_its_reason(tmp_path: Pat
     assert make_job(failed.job) == _job(tmp_path)
 
 
-def test_a_run_whose_process_is_gone_has_crashed_even_if_its_number_is_in_use(tmp_path: Path) -> None:
-    _record(tmp_path, {"started": OWN["started"] - 100.0})  # an earlier process of our number
-    record = read_record(tmp_path)
-    assert record is not None and record.state == "crashed"
-
-
 @pytest.mark.parametrize("changed", [{"started": OWN["started"] - 3600}, {"host": "its name then"}])
 def test_a_clock_that_was_set_and_a_host_that_was_renamed_end_no_process(tmp_path: Path, changed: Any) -> None:
     _record(tmp_path, changed)

@@ -248,14 +248,14 @@ def test_tensors_of_another_shape_are_not_spread(name, change, message, job):
         {"order": []}, {"evaluations": {"x": 1.0}}, {"evaluations": {"0": None}}, {"config": None}, {"dataset": 3},
         {"model": {}}, {"placement": "cpu"}, {"what": 3}, {"what": [1]}, {"order": {"epoch": 1}},
         {"order": {"epoch": 0, "index": -1}}, {"replicas": 1}, {"row_shares": ["1"]}, {"loss_scale": [1.0]},
-        {"rounding": [2]}, {"start": 0},
+        {"rounding": [2]}, {"start": 0}, {"model": [1]}, {"placement": [None]},
     ],
     ids=str,
 )  # fmt: skip
 def test_facts_of_another_kind_are_damage(values, job, caplog):
     _change(_last(job), **values)
     assert find_state(job, resume=True).step == 4
-    assert "step-000006" in caplog.text
+    assert "step-000006" in caplog.text and next(iter(values)) in caplog.text
 
 
 def test_a_job_that_cannot_be_read_is_told_with_the_checkpoint(job):
