@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import itertools
 import math
 import os
@@ -19,6 +20,7 @@ from devicebridge.training import objective as objective_module
 from devicebridge.training.state import list_checkpoints
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("short_texts")
 
@@ -198,19 +200,26 @@ def test_samples_that_are_not_finite_are_named_and_no_other_learning_rate_is_adv
     assert "learning_rate" not in str(caught.value) and re.search(r"step-00000[23]\. The same job", str(caught.value))
 
 
-def test_a_step_that_is_not_finite_names_its_samples_and_saves_those_before(tmp_path, monkeypatch):
-    ordinary = objective_module.prediction_loss
-    calls = []
+def _to_infinity(loss):
+    for tensor in gc.get_objects():
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            tensor.grad.fill_(math.inf)
 
-    def spoil_the_third(*arguments):
-        calls.append(1)
-        return ordinary(*arguments) * (math.inf if len(calls) == 3 else 1)
 
-    monkeypatch.setattr(objective_module, "prediction_loss", spoil_the_third)
+@pytest.mark.parametrize("is_gradient", [False, True])
+def test_a_step_that_is_not_finite_names_its_samples_and_saves_those_before(tmp_path, monkeypatch, is_gradient):
+    ordinary, calls = objective_module.prediction_loss, itertools.count(1)
+    if is_gradient:
+        _after_call(3, monkeypatch, torch.Tensor, "backward", _to_infinity)
+    else:
+        spoil = lambda *given: ordinary(*given) * (math.inf if next(calls) == 3 else 1)  # noqa: E731
+        monkeypatch.setattr(objective_module, "prediction_loss", spoil)
     message = r"step 3 gave .*samples are finite: .*image_\d\.png, .*lower optimizer\.learning_rate.*\n.*step-000002\."
     with pytest.raises(RuntimeError, match=message):
         run_job(_job(tmp_path))
     assert _saved(tmp_path) == ["step-000002"]
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
 
 
 def test_a_mask_that_is_deleted_in_the_middle_of_a_run_is_named_after_saving(tmp_path):

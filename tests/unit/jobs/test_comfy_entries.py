@@ -126,9 +126,7 @@ def test_without_comfyui_the_job_trains_on_what_is_there_and_says_so(filled):
 
 
 def test_what_is_missing_is_refused_before_the_model_is_loaded(filled, monkeypatch):
-    monkeypatch.setattr(
-        "devicebridge.jobs.build.assemble_for_training", lambda *given: pytest.fail("the model was loaded")
-    )
+    monkeypatch.setattr(build, "assemble_for_training", lambda *given: pytest.fail("the model was loaded"))
     shutil.rmtree(filled.cache.folder)
     with pytest.raises(ValueError, match="6 captions are not in the cache.*which only ComfyUI can"):
         run_job(filled)
@@ -333,9 +331,7 @@ def test_flux1_needs_pooled_output_and_even_sides(tmp_path):
 
 
 def test_entries_that_are_gone_are_missed_before_the_model_is_loaded(filled, monkeypatch):
-    monkeypatch.setattr(
-        "devicebridge.jobs.build.assemble_for_training", lambda *given: pytest.fail("the model was loaded")
-    )
+    monkeypatch.setattr(build, "assemble_for_training", lambda *given: pytest.fail("the model was loaded"))
     job = _encoded_job(filled, *_lists(filled), "lists")
     store = cache_store(job)
     store.remove(check_job(job).encoded[1].latents_key)

@@ -1,9 +1,7 @@
 """Whole jobs on tiny models: against a plain training loop, interrupted and resumed, killed, refused."""
 
 import dataclasses
-import gc
 import json
-import math
 import os
 import signal
 import subprocess
@@ -28,7 +26,6 @@ from devicebridge.system.stopping import Stopped, on_progress
 from devicebridge.tests.tiny_pipeline import make_tiny_job, plain_losses, run_on_cards, run_steps
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
 
 pytestmark = pytest.mark.usefixtures("short_texts")
 
@@ -195,30 +192,6 @@ def test_resume_refuses_other_held_out_images(tmp_path):
         run_job(job, resume=True)
 
 
-def test_a_bad_gradient_stops_before_the_weights_are_touched(tmp_path, monkeypatch):
-    job = make_tiny_job(tmp_path, output={"save_every_steps": 1})
-    ordinary = torch.Tensor.backward
-    calls = []
-
-    def spoil(loss):
-        ordinary(loss)
-        calls.append(1)
-        if len(calls) == 3:
-            raise_to_infinity()
-
-    def raise_to_infinity():
-        for tensor in gc.get_objects():
-            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-                tensor.grad.fill_(math.inf)
-
-    monkeypatch.setattr(torch.Tensor, "backward", spoil)
-    with pytest.raises(RuntimeError, match="step 3 gave a loss of .* and a gradient of length"):
-        run_job(job)
-    saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")
-    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
-    assert not (tmp_path / "run" / "checkpoints" / "step-000003").exists()
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -294,15 +267,19 @@ def test_a_dora_file_for_both_readers_holds_each_readers_magnitudes(tmp_path):
         assert not torch.equal(magnitude, restated[:, 0]) and torch.allclose(magnitude, restated[:, 0], rtol=0.05)
 
 
-def test_events_are_written_and_announced(tmp_path):
+def test_events_are_written_announced_and_given_to_tensorboard(tmp_path):
     seen = []
-    result = run_job(make_tiny_job(tmp_path), on_event=seen.append)
+    result = run_job(make_tiny_job(tmp_path, output={"tensorboard": True}), on_event=seen.append)
     written = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in written] == [event.kind for event in seen]
     assert [line["loss"] for line in written if line["kind"] == "step"] == result.losses
     phases = [line["name"] for line in written if line["kind"] == "phase"]
     assert phases == ["captions", "latents", "loading", "training"]
     assert [line["step"] for line in written if line["kind"] == "eval"] == [0, 6]
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    scalars = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [scalar.value for scalar in scalars.Scalars("step/loss")] == pytest.approx(result.losses)
+    assert [scalar.step for scalar in scalars.Scalars("eval/loss")] == [0, 6]
 
 
 def test_folders_in_a_lora_file_are_names_alone():
@@ -356,14 +333,6 @@ def test_a_resumed_run_keeps_its_rounding_and_a_rotation_that_turns_something():
 
     assert changed("int8-compute", quantize="fp8-compute") == ["model.quantize"]
     assert changed("int8-compute", rotation=16) == ["model.rotation"] and changed("fp8-compute", rotation=0) == []
-
-
-def test_tensorboard_scalars_are_those_of_the_run(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    result = run_job(make_tiny_job(tmp_path, output={"tensorboard": True}))
-    written = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [scalar.value for scalar in written.Scalars("step/loss")] == pytest.approx(result.losses)
-    assert [scalar.step for scalar in written.Scalars("eval/loss")] == [0, 6]
 
 
 def test_a_job_leaves_the_random_state_of_its_process_alone(tmp_path):
