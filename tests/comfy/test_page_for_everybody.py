@@ -40,17 +40,6 @@ def settings(server: Server) -> Iterator[None]:
     server.post("/api/settings/Comfy.ColorPalette", "dark")
 
 
-def _put_stand_ins(models: Path, pipeline: Path) -> list[Path]:
-    """Tiny models under the names that the template's lists say; as diffusers' folders, which tell their sizes."""
-    model = models / "diffusers" / "flux2_dev_fp8mixed.safetensors"
-    encoder = models / "text_encoders" / "mistral_3_small_flux2_bf16.safetensors"
-    vae = models / "vae" / "flux2-vae.safetensors"
-    shutil.copytree(pipeline, model)
-    shutil.copytree(pipeline, encoder, ignore=shutil.ignore_patterns("transformer", "vae"))
-    shutil.copytree(pipeline / "vae", vae)
-    return [model, encoder, vae]
-
-
 _COUNTED = """() => {
   window.counted = { clicks: 0, typed: '' }
   addEventListener('pointerdown', (event) => { window.counted.clicks += event.isTrusted }, true)
@@ -79,7 +68,8 @@ def _open_template(page: Any, name: str) -> None:
 def test_a_new_user_is_few_clicks_and_no_typed_path_from_the_first_training_step(chromium, server, tmp_path):
     """The simple training: a folder of images, four clicks and one typed word."""
     template = "simple_training_FLUX.2"
-    made = _put_stand_ins(server.base / "models", save_tiny_pipeline(tmp_path / "tiny_flux2", "flux2"))
+    model = server.base / "models" / "diffusers" / "flux2_dev_fp8mixed.safetensors"  # as the template's list says
+    made = [shutil.copytree(save_tiny_pipeline(tmp_path / "tiny_flux2", "flux2"), model)]
     images = server.base / "input" / "my_images"
     if not images.exists():
         made.append(save_tiny_dataset(images, num_images=3))
