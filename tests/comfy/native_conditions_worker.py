@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.sampler_helpers
+import comfy.samplers
 import folder_paths
 import torch
 from comfy_extras import nodes_edit_model, nodes_flux, nodes_qwen, nodes_wan
@@ -26,18 +28,38 @@ from devicebridge.jobs.comfy_entries import ComfyEncoders
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job
 from devicebridge.nodes.host.native.conditions import HostConditioner
-from devicebridge.nodes.host.native.model import native_training
+from devicebridge.nodes.host.native.model import _conditions, native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.tests.clips import plain_frames, save_sequence
 from devicebridge.tests.comfy.cases import FOLDER, expect_refusal, long_case, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
-from devicebridge.tests.comfy.trained_families import save_trained
+from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter
 from PIL import Image
 
 import nodes
 
 SIDES = (32, 48)
 WIDE = (32, 64)  # the latents of Wan 2.2's 5B stand for 16 pixels each, and it takes them by two
+GIVEN = ("FLUX.2 with references", "Qwen-Image-Edit", "Z-Image Omni", "Wan VACE", "Wan 2.2 Fun Control", "Wan 2.2 S2V")
+
+
+@long_case
+def what_goes_through_the_cache_reaches_the_model_as_the_sampler_gives_it() -> None:
+    """Strings, numbers, lists and outputs of CLIP vision; nothing is left out, nothing is another number."""
+    for name in GIVEN:
+        family = TRAINED[name]
+        with small_adapter(), small_sizes(family):
+            info = read_native(save_trained(name, FOLDER / f"{name}.safetensors"), "float32")
+        base = info.family.host._make_base(torch.device("meta"))  # type: ignore[union-attr]
+        condition = family.condition(5)
+        x = torch.zeros(1, *family.latent)
+        (_, text), *_ = read_pairs([{"samples": x}], [condition])
+        ours = _conditions(base, x, [x.shape], {key: each[None] for key, each in text.items()}, None)
+        conds = {"positive": comfy.sampler_helpers.convert_cond(condition)}
+        (theirs,) = comfy.samplers.process_conds(base, x, conds, x.device, x)["positive"]
+        made = {key: each.process_cond(batch_size=1, area=None) for key, each in theirs["model_conds"].items()}
+        assert not differing(ours, comfy.samplers.cond_cat([made])), name
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

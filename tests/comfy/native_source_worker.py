@@ -1,27 +1,87 @@
-"""What training of ComfyUI's own models takes and refuses; cases of test_native_sources.py."""
+"""Files in 8 bits that training of ComfyUI's own models keeps as they are, and what it refuses; cases of
+test_native_sources.py."""
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import comfy.sd
 import torch
+from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.lora_file import A, B
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import path_of_model, read_native
 from devicebridge.nodes.load import recognised
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
 from devicebridge.tests.comfy.cases import FOLDER, case, expect_refusal, run_cases
 from devicebridge.tests.comfy.native_steps import Bench
 from devicebridge.tests.comfy.other_families import OTHERS
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
+# Format -> scheme that multiplies with its weights.
+SCHEMES: dict[str, Any] = {"plain cast": "fp8-compute", "scaled fp8": "fp8-compute", "old scaled fp8": "fp8-compute"}
+SCHEMES |= {"int8 rows": "int8-compute"}
 
 
 def _note(kind: str) -> torch.Tensor:
     return torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+
+
+def _in(form: str, layer: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A linear's tensors in a format, and what they mean, float32."""
+    if form == "plain cast":
+        values = weight.to(FP8)
+        return {f"{layer}.weight": values}, values.float()
+    if form == "int8 rows":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        values = (weight / scale).round().to(torch.int8)
+        more = {f"{layer}.comfy_quant": _note("int8_tensorwise"), f"{layer}.weight_scale": scale}
+    else:
+        scale = weight.abs().max() / 448
+        values = (weight / scale).to(FP8)
+        more = {f"{layer}.comfy_quant": _note("float8_e4m3fn"), f"{layer}.weight_scale": scale}
+        if form.startswith("old"):
+            more = {f"{layer}.scale_weight": scale}
+    return {f"{layer}.weight": values, **more}, values.float() * scale
+
+
+def _save(form: str, path: Path) -> dict[str, torch.Tensor]:
+    """The blocks' matrices in a format, all else as it is; returns what every tensor means."""
+    tensors, meant = {}, {}
+    for name, weight in make_weights(FAMILIES["flux2"]).items():
+        layer = name.removesuffix(".weight")
+        if layer != name and weight.ndim == 2 and name.startswith(("double_blocks", "single_blocks")):
+            own, meant[name] = _in(form, layer, weight)
+            tensors |= own
+        else:
+            tensors[name] = meant[name] = weight
+    if form.startswith("old"):
+        tensors["scaled_fp8"] = torch.zeros(0, dtype=FP8)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return meant
+
+
+@case
+def a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly() -> None:
+    for form, scheme in SCHEMES.items():
+        path = FOLDER / f"{form.replace(' ', '_')}.safetensors"
+        meant, info = _save(form, path), read_native(path, "float32")
+        found = load_transformer(info, lambda name: CPU, torch.float32).state_dict()
+        wrong = [name for name, tensor in meant.items() if not torch.equal(found[name], tensor)]
+        quantizer = Quantizer(info.family, QuantizeSettings(scheme, rotation=0))
+        model = load_transformer(info, lambda name: CPU, torch.float32, quantizer)
+        held = dict(model.named_parameters()) | dict(model.named_buffers())
+        with safe_open(path, "pt") as file:
+            for name in (name for name in meant if info.tensors[name].is_quantized):
+                is_same = torch.equal(held[name].view(torch.int8), file.get_tensor(name).view(torch.int8))
+                wrong += [] if is_same else [name]
+        assert not wrong, form
 
 
 @case

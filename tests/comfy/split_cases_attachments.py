@@ -136,6 +136,13 @@ def what_keeps_no_state_leaves_overlap_on(case: Case) -> None:
 def writes_into_what_every_block_gets(case: Case) -> None:
     """A change in place of a loop constant counts for all later blocks, on whichever card."""
 
+    def z_image(model: Any, device: torch.device) -> None:
+        def patch(args: dict[str, Any]) -> dict[str, Any]:
+            args["vec"].mul_(0.9)
+            return args
+
+        model.set_model_double_block_patch(patch)
+
     def replaced(entry: str, model: Any, device: torch.device) -> None:
         def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
             for tensor in args[entry] if isinstance(args[entry], tuple) else (args[entry],):
@@ -146,6 +153,7 @@ def writes_into_what_every_block_gets(case: Case) -> None:
             model.set_model_patch_replace(replacement, "dit", *block)
 
     three = ({"devices": (HOME, OTHER, THIRD)}, _FIRST, {"transport": "relay"})
+    _compare(case, "vec, between blocks", "z_image", z_image, settings=three)
     for entry in ("vec", "pe"):
         change = functools.partial(replaced, entry)
         _compare(case, f"{entry}, by a replacement", "flux1", change, settings=three)
@@ -176,6 +184,21 @@ def writes_into_what_an_attention_patch_gets(case: Case) -> None:
     (patch,) = guard_options(options, types.SimpleNamespace(main_device=HOME), None)["patches"]["of a pack"]  # type: ignore[arg-type]
     returned = patch({"sigmas": torch.ones(1, device=HOME)}, torch.ones(2, device=OTHER))
     case.check("x, behind options of the main card", (*seen, returned.device) == (HOME, OTHER), (seen, returned.device))
+
+
+@case
+def a_forward_run_twice(case: Case) -> None:
+    """A wrapper that computes twice and weakens the context in place between."""
+
+    def change(model: Any, device: torch.device) -> None:
+        def twice(executor: Any, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+            first = executor(x, timesteps, context, *args, **kwargs)
+            context.mul_(0.5)
+            return first + 0.5 * (executor(x, timesteps, context, *args, **kwargs) - first)
+
+        model.add_wrapper_with_key(_KINDS.DIFFUSION_MODEL, "a pack", twice)
+
+    _compare(case, "sdxl", "sdxl", change, settings=({}, {"balance": "manual", "split_at": (3,)}), cfg=3.0)
 
 
 @case
@@ -396,6 +419,19 @@ def control_lora(case: Case) -> None:
     for first in (1, 3):
         divided = split(host.load("sdxl"), balance="manual", split_at=(first,))
         case.equal(f"cut at {first}", sample(divided), reference)
+        host.unload_all()
+
+
+@case
+def verify_passes_what_is_right(case: Case) -> None:
+    host = case.host
+    for name, options in (("flux1", {"cfg": 4.0, "batch": 2}), ("sdxl", {"cfg": 4.0})):
+        plain = host.sample(split(host.load(name)), name, **options)
+        with case.logged("devicebridge", logging.INFO) as messages:
+            verified = host.sample(split(host.load(name), verify=True), name, **options)
+        case.equal(f"{name}: the same picture", verified, plain)
+        said = [line for line in messages if "verified" in line]
+        case.check(f"{name}: verified once", len(said) == 1 and "same bits" in said[0], messages)
         host.unload_all()
 
 

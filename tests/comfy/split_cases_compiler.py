@@ -15,9 +15,11 @@ from comfy.cli_args import args
 from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 from comfy.ldm.flux.model import Flux
 from comfy.model_management import InterruptProcessingException
+from devicebridge.nodes.host.split import patcher as split_patcher
+from devicebridge.nodes.host.split import tree as split_tree
 from devicebridge.tests.comfy.split_cases import Case, case, split
 from devicebridge.tests.comfy.split_host import HOME
-from devicebridge.tests.compiling_host import CompilingHost, Generation
+from devicebridge.tests.compiling_host import CAPTURE_ERROR, ERROR, CompilingHost, Generation
 
 # The models of a host that records itself ask for what its own module has.
 GENERATIONS: tuple[Generation, ...] = (
@@ -64,6 +66,15 @@ def _captured(host: CompilingHost, forward: Callable[..., Any]) -> Callable[...,
     return run
 
 
+@contextlib.contextmanager
+def without_the_guard() -> Iterator[None]:
+    with (
+        mock.patch.object(split_tree, "outside", lambda devices: contextlib.nullcontext()),
+        mock.patch.object(split_patcher, "outside", lambda devices: contextlib.nullcontext()),
+    ):
+        yield
+
+
 def _sample(case: Case, compiling_host: CompilingHost, model: Any, **options: Any) -> torch.Tensor:
     """One node: ComfyUI cleans up behind each."""
     try:
@@ -102,6 +113,16 @@ def _forget_recordings(model: Any) -> None:
     for module in model.model.modules():
         for name in ("_comfy_graph", "_comfy_malloc_graph", "_comfy_warm"):
             module.__dict__.pop(name, None)
+
+
+@case
+def without_its_guard_the_compiler_fails(case: Case) -> None:
+    divided = split(case.host.load("flux2"))
+    for generation in GENERATIONS:
+        words = ERROR if generation != "captures only" else CAPTURE_ERROR
+        with compiling(generation) as host, without_the_guard():
+            case.refused(generation, lambda: _sample(case, host, divided), RuntimeError, words)
+        divided.cleanup()
 
 
 @case

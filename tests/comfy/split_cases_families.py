@@ -8,6 +8,7 @@ from devicebridge.tests.comfy.split_classes import FAMILIES as BY_BLOCKS
 from devicebridge.tests.comfy.split_host import (
     HOME,
     OTHER,
+    THIRD,
     block_devices,
     crossings,
     live_bytes,
@@ -58,6 +59,16 @@ def _check_placement(case: Case, name: str, divided: object) -> None:
 
 for _name in BY_BLOCKS:  # hidream_o1 is rounded otherwise on a card than on the CPU
     CASES[f"family_{_name}"] = functools.partial(_family, _name)
+
+
+@case
+def three_cards(case: Case) -> None:
+    host, reference = case.host, case.host.reference("flux1")
+    divided = split(host.load("flux1"), HOME, OTHER, THIRD)
+    case.equal("as unsplit", host.sample(divided, "flux1"), reference)
+    shares = {device: live_bytes(device) for device in (HOME, OTHER, THIRD)}
+    case.check("all three hold weights", min(shares.values()) > 1e6, shares)
+    case.check("the second card sends to the third one", crossings(host.machine, (OTHER, THIRD)) > 0)
 
 
 @case

@@ -61,6 +61,22 @@ def half_precision(case: Case) -> None:
     case.equal("loaded split", host.sample(_load_split(host, NAME, path=path), NAME), host.sample(unsplit, NAME))
 
 
+@case
+def fp8_weights(case: Case) -> None:
+    """weight_dtype of the loader: weights are stored in fp8 and cast where they are used."""
+    host = case.host
+    reference = host.sample(host.load(NAME, load_device=CPU, dtype=torch.float8_e4m3fn), NAME)
+    case.differs("it does something", reference, host.reference(NAME))
+    divided = split(host.load(NAME, dtype=torch.float8_e4m3fn))
+    case.equal("as unsplit", host.sample(divided, NAME), reference)
+    case.equal("loaded split", host.sample(_load_split(host, NAME, "fp8_e4m3fn"), NAME), reference)
+    types = {str(parameter.dtype) for parameter in divided.model.diffusion_model.single_blocks.parameters()}
+    case.check("the blocks are fp8", "torch.float8_e4m3fn" in types, types)
+    unsplit = host.load(NAME, load_device=CPU, dtype=torch.float8_e4m3fn)
+    with_lora = host.sample(host.lora(unsplit, NAME, 1), NAME)
+    case.equal("with a LoRA, rounded at random", host.sample(host.lora(divided, NAME, 1), NAME), with_lora)
+
+
 def scaled_checkpoint(host: Host, name: str = NAME) -> Path:
     """A file as the fp8_scaled ones: matrices of the blocks in fp8, a scale beside each, and the mark."""
     path = host.folder / f"{name}-scaled.safetensors"

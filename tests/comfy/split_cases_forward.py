@@ -19,8 +19,9 @@ from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_host import HOME
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
 Change = Callable[[Any, torch.device], None]
 
@@ -94,10 +95,52 @@ _RESIDUALS: dict[str, Mapping[str, Sequence[tuple[int, ...]]]] = {
 _RESIDUALS |= {f"{name}_heads": _RESIDUALS[name] for name in ("flux1", "hunyuan_video")}
 
 
+def _real_controlnet(device: torch.device) -> Any:
+    config = dict(FAMILIES["flux1"].unet_config)
+    net = comfy.ldm.flux.controlnet.ControlNetFlux(
+        **config, dtype=torch.float32, operations=comfy.ops.disable_weight_init
+    )
+    generator = torch.Generator().manual_seed(5)
+    for parameter in net.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    control = comfy.controlnet.ControlNet(net, load_device=device, extra_conds=["y", "guidance"])
+    return control.set_cond_hint(torch.rand(1, 3, 64, 64, generator=generator), strength=0.7)
+
+
+@case
+def a_real_controlnet(case: Case) -> None:
+    """ComfyUI's ControlNet for FLUX with a model of its own, loaded beside the split one."""
+    host, family = case.host, FAMILIES["flux1"]
+    outputs = {}
+    for device, model in ((CPU, host.load("flux1", load_device=CPU)), (HOME, split(host.load("flux1")))):
+        control = _real_controlnet(device)
+        positive = family.condition(1)
+        positive[0][1] |= {"control": control, "control_apply_to_uncond": False}
+        outputs[device] = host.sample(model, "flux1", cfg=3.0, positive=positive)
+        case.differs("it does something", outputs[device], host.sample(model, "flux1", cfg=3.0))
+    case.equal("as unsplit", outputs[HOME], outputs[CPU])
+
+
+@case
+def patches_between_blocks(case: Case) -> None:
+    """double_block patches with a tensor of their own, which write in place and return."""
+
+    def change(model: Any, device: torch.device, shape: tuple[int, ...]) -> None:
+        bias = 0.5 * _noise(*shape, device=device)
+
+        def patch(args: dict[str, Any]) -> dict[str, Any]:
+            args["img"] += bias
+            return {**args, "img": args["img"] * 1.1}
+
+        model.set_model_double_block_patch(patch)
+
+    more = in_long_runs(("qwen_image", (1, 16, 64)), ("z_image", (1, 1, 256)))
+    for name, shape in (("wan", (1, 8, 128)), *more):
+        _compare(case, name, name, lambda model, device: change(model, device, shape), cfg=3.0)  # noqa: B023
+
+
 @case
 def patches_of_a_unet(case: Case) -> None:
-    """Those of forward_timestep_embed are pairs (class, handler), and the handler calls the layer itself."""
-
     def change(model: Any, device: torch.device) -> None:
         bias = 0.3 * _noise(1, 1, 1, 1, device=device)
         model.set_model_input_block_patch(lambda h, options: h + bias)
@@ -105,12 +148,34 @@ def patches_of_a_unet(case: Case) -> None:
         model.set_model_output_block_patch(lambda h, skip, options: (h * 1.1, skip + bias))
         model.set_model_middle_block_after_patch(lambda args: {"h": args["h"] - bias})
         model.set_model_emb_patch(lambda emb, channels, options: emb + bias.flatten())
+
+    _compare(case, "sdxl", "sdxl", change, cfg=3.0)
+
+
+@case
+def layers_run_by_a_patch(case: Case) -> None:
+    """forward_timestep_embed patches are pairs (class, handler), and the handler calls the layer itself."""
+
+    def change(model: Any, device: torch.device) -> None:
+        bias = 0.3 * _noise(1, 1, 1, 1, device=device)
         model.set_model_forward_timestep_embed_patch((ResBlock, lambda layer, x, emb, *rest: layer(x, emb) + bias))
         model.set_model_forward_timestep_embed_patch(
             (SpatialTransformer, lambda layer, x, emb, context, options, *rest: layer(x, context, options) * 0.9)
         )
 
-    _compare(case, "sdxl", "sdxl", change, cfg=3.0)
+    _compare(case, "sdxl", "sdxl", change)
+
+
+@case
+def what_is_around_the_model(case: Case) -> None:
+    def change(model: Any, device: torch.device) -> None:
+        bias = _noise(1, 16, 8, 8, device=device)
+        model.set_model_unet_function_wrapper(
+            lambda run, given: run(given["input"] + 0.1 * bias, given["timestep"], **given["c"]) * 1.01
+        )
+        model.set_model_rope_options(1.5, 0.0, 0.7, 2.0, 1.0, 0.0)
+
+    _compare(case, "flux1", "flux1", change, cfg=3.0)
 
 
 @case
@@ -213,6 +278,19 @@ def an_error_inside_a_block(case: Case) -> None:
         bridge = divided._tree.bridge
         case.check("no forward is left running", not bridge.is_running and not bridge._local.guards)
         case.equal("the next one is right", host.sample(divided, "flux1"), reference)
+
+
+@case
+def reference_latents(case: Case) -> None:
+    """Edit models take further latents into their sequence."""
+    host = case.host
+    extra = {"flux1": (1, 16, 6, 6), "flux2": (1, 128, 2, 4), "qwen_image": (1, 16, 1, 6, 8)}
+    for name, shape in extra.items():
+        positive = FAMILIES[name].condition(1)
+        positive[0][1]["reference_latents"] = [_noise(*shape, device=CPU)]
+        reference = host.reference(name, positive=positive)
+        case.differs(f"{name}: it does something", reference, host.reference(name))
+        case.equal(name, host.sample(split(host.load(name)), name, positive=positive), reference)
 
 
 @case

@@ -116,6 +116,16 @@ def tensor_of_a_model_that_is_not_in_host_memory(case: Case) -> None:
     case.refused("where it stays", lambda: make_tree(base, plan), ValueError, "stay on meta", "--highvram")
 
 
+@case
+def tensor_three_cards(case: Case) -> None:
+    host = case.host
+    for name in ("flux2_heads", "wan_heads"):
+        reference = host.reference(name)
+        near(case, name, host.sample(tensor(host.load(name), HOME, OTHER, THIRD), name), reference)
+        host.unload_all()
+    case.refused("too few heads", lambda: tensor(host.load("wan")), ValueError, "1 heads", "1 devices at most")
+
+
 def loras(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any], bound: float = NEAR) -> None:
     """LoRAs before and after the split, two at once, and back to none."""
     host = case.host
@@ -202,6 +212,24 @@ def controlnets(
 
 
 @case
+def tensor_replaced_blocks(case: Case) -> None:
+    """A node's stand-in for a block calls the block, and changes what goes in and comes out."""
+    host, name = case.host, "flux1_heads"
+
+    def stand_in(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        out = extra["original_block"]({**args, "img": args["img"] * 0.9})
+        out["img"] += 0.1 * args["img"]
+        return out  # type: ignore[no-any-return]
+
+    outputs = []
+    for model in (host.load(name, load_device=CPU), tensor(host.load(name))):
+        patched = model.clone()
+        patched.set_model_patch_replace(stand_in, "dit", "double_block", 1)
+        outputs.append(host.sample(patched, name))
+    near(case, "as unsplit", outputs[1], outputs[0])
+
+
+@case
 def tensor_refusals(case: Case) -> None:
     """What would see some of the heads only is refused, in words; the MODEL works without it."""
     host, name = case.host, "flux1_heads"
@@ -216,7 +244,6 @@ def tensor_refusals(case: Case) -> None:
     reference = host.reference(name)
     near(case, "without them", host.sample(divided, name), reference)
     case.refused("a class nobody described", lambda: tensor(host.load("sdxl")), ValueError, "UNetModel", "blocks")
-    case.refused("too few heads", lambda: tensor(host.load("wan")), ValueError, "1 heads", "1 devices at most")
     case.refused(
         "cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "split_at [1] belongs"
     )

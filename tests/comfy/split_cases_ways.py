@@ -15,9 +15,11 @@ import comfy.model_management as management
 import comfy.ops
 import torch
 from comfy.ldm.flux import math as flux_math
+from comfy.ldm.flux.model import Flux
 from comfy.ldm.lumina.model import NextDiT
 from comfy.ldm.modules import attention
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.ldm.wan.model import WanModel
 from devicebridge.nodes.host.split import bench
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tokens as tokens_module
@@ -228,15 +230,21 @@ def way_auto_leaves_tokens_to_cards_and_modules_that_are_alike(case: Case) -> No
 
 @case
 def keys_travel_as_was_measured(case: Case) -> None:
-    """Bytes each way per step between two cards, of published models at full size on meta, with their own
-    texts; others are in tests/unit/planning/test_sampling_forecast.py."""
+    """Bytes each way per step between two cards, of published models at full size on meta, with their own texts."""
+    flux: dict[str, Any] = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096}
+    flux |= {"hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19, "depth_single_blocks": 38}
+    flux |= {"axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": True}
+    flux |= {"txt_ids_dims": []}
+    flux2 = {**bench.SUBJECTS[0].kwargs, "depth": 8, "depth_single_blocks": 48}
     z_image: dict[str, Any] = {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30}
     z_image |= {
         "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512], "cap_feat_dim": 2560, "z_image_modulation": True,
     }  # fmt: skip
+    wan = {**bench.SUBJECTS[2].kwargs, "num_layers": 40}
     for name, kind, given, tokens, num_text, expected in (
+        ("FLUX.1", Flux, flux, 4096, 512, 1.61e9), ("FLUX.2", Flux, flux2, 4096, 512, 3.17e9),
         ("Qwen-Image", QwenImageTransformer2DModel, {"num_layers": 60}, 4096, 128, 1.56e9),
-        ("Z-Image", NextDiT, z_image, 4096, 512, 1.10e9),
+        ("Z-Image", NextDiT, z_image, 4096, 512, 1.10e9), ("Wan 14B", WanModel, wan, 14040, 512, 5.75e9),
     ):  # fmt: skip
         model = kind(**given, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
         layout = layout_of(model)

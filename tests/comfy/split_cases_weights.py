@@ -40,6 +40,32 @@ def clones_of_a_split_with_different_loras(case: Case) -> None:
     case.equal("a clone alone", host.sample(copy, NAME), host.reference(NAME))
 
 
+@case
+def split_after_plain_has_run(case: Case) -> None:
+    """A MODEL that is on the card, with a LoRA baked in, is taken off it and then split."""
+    host = case.host
+    plain = host.load(NAME)
+    host.sample(host.lora(plain, NAME, 1), NAME)
+    case.check("the plain one is on the card", weights_on(plain, HOME) > 0)
+    divided = split(plain)
+    case.check("and leaves it", weights_on(plain, HOME) == 0, weights_on(plain, HOME))
+    case.equal("split, clean", host.sample(divided, NAME), host.reference(NAME))
+    case.equal("plain again, clean", host.sample(plain, NAME), host.reference(NAME))
+
+
+@case
+def split_outlives_its_source(case: Case) -> None:
+    host = case.host
+    plain = host.load(NAME)
+    divided = split(plain)
+    host.sample(host.lora(plain, NAME, 1), NAME)
+    del plain
+    gc.collect()
+    case.equal("after the plain one is gone", host.sample(divided, NAME), host.reference(NAME))
+    host.unload_all()
+    case.equal("and after unloading", host.sample(divided, NAME), host.reference(NAME))
+
+
 def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any = None) -> torch.Tensor:
     positive = hooked(NAME, 1, strengths=((0.25, 0.0), (1.0, 0.4)) if keyframes else ())
     return host.sample(model, NAME, cfg=3.0, steps=4, positive=positive, negative=negative)
@@ -65,6 +91,20 @@ def scheduled_loras(case: Case) -> None:
 
 
 @case
+def all_keys_are_seen(case: Case) -> None:
+    """Whoever asks a split MODEL for its weights gets every one of them, also while it is loaded."""
+    host = case.host
+    plain, divided = host.load(NAME), split(host.load(NAME))
+    for when in ("before", "while loaded"):
+        case.check(f"state dict {when}", set(divided.model_state_dict()) == set(plain.model_state_dict()))
+        case.check(f"key patches {when}", set(divided.get_key_patches()) == set(plain.get_key_patches()))
+        keys = divided.add_patches({"diffusion_model.single_blocks.3.linear1.weight": (torch.zeros(1),)})
+        case.check(f"a key on the other card can be patched {when}", len(keys) == 1, keys)
+        divided = split(plain)
+        host.sample(divided, NAME)
+
+
+@case
 def saving(case: Case) -> None:
     """ModelSave with a LoRA baked in: what goes into the file is what the unsplit MODEL gives."""
     host = case.host
@@ -82,6 +122,13 @@ def _saved(model: Any) -> dict[str, torch.Tensor]:
     return {key: on_cpu(tensor).clone() for key, tensor in files[0].items()}
 
 
+def _other_layers(model: Any) -> Any:
+    """Packs replace layers and methods of blocks by name; each goes where the block is and comes off again."""
+    for key in ("double_blocks.0.img_mlp.1", "single_blocks.3.mlp_act"):
+        model.add_object_patch(f"diffusion_model.{key}", torch.nn.SiLU())
+    return model
+
+
 def _other_weights(model: Any) -> Any:
     """A function of a pack that is applied to a weight at every use, on whichever card it is."""
     for key in ("double_blocks.0.img_mlp.0", "single_blocks.3.linear2"):
@@ -90,15 +137,18 @@ def _other_weights(model: Any) -> Any:
 
 
 @case
-def patches_of_weights(case: Case) -> None:
+def patches_of_layers_and_of_weights(case: Case) -> None:
     host, clean = case.host, case.host.reference(NAME)
-    reference = host.sample(_other_weights(host.load(NAME, load_device=CPU)), NAME)
-    case.differs("it does something", reference, clean)
-    divided = split(host.load(NAME))
-    for when in ("first", "again"):
-        case.equal(f"after the split, {when}", host.sample(_other_weights(divided.clone()), NAME), reference)
-        case.equal(f"without it, {when}", host.sample(divided, NAME), clean)
-    case.equal("before the split", host.sample(split(_other_weights(host.load(NAME))), NAME), reference)
+    for change in (_other_layers, _other_weights):
+        reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
+        case.differs(f"{change.__name__}: it does something", reference, clean)
+        divided = split(host.load(NAME))
+        for when in ("first", "again"):
+            output = host.sample(change(divided.clone()), NAME)
+            case.equal(f"{change.__name__}: after the split, {when}", output, reference)
+            case.equal(f"{change.__name__}: without it, {when}", host.sample(divided, NAME), clean)
+        before = split(change(host.load(NAME)))
+        case.equal(f"{change.__name__}: before the split", host.sample(before, NAME), reference)
 
 
 @case
@@ -124,7 +174,6 @@ def split_of_a_model_for_another_card(case: Case) -> None:
     with host.machine.room_for(int(plain.model_size()) // 2, OTHER):
         case.equal("plain", host.sample(plain, NAME), host.reference(NAME, 1))
         divided = split(plain)
-    case.check("the plain one leaves its card", weights_on(plain, OTHER) == 0, weights_on(plain, OTHER))
     case.equal("split", host.sample(divided, NAME), host.reference(NAME, 1))
     case.check("home is card 0", divided.load_device == HOME and live_bytes(HOME) > 0, divided.load_device)
     case.equal("plain again", host.sample(plain, NAME), host.reference(NAME, 1))

@@ -66,6 +66,12 @@ def test_the_frontend_finds_a_help_page_in_every_language(comfyui, server, objec
             assert server.get(f"/extensions/devicebridge/docs/{name}{place}").startswith(f"# {title}\n")
 
 
+def test_the_pack_loads(server: Server) -> None:
+    log = server.log.read_text(encoding="utf-8")
+    assert "IMPORT FAILED" not in log
+    assert re.search(r"seconds: \S*custom_nodes/devicebridge", log), log[-2000:]
+
+
 def test_loading_the_pack_touches_no_gpu_and_no_heavy_package(comfyui: Path) -> None:
     code = """
 import asyncio, importlib.util, sys
@@ -128,6 +134,14 @@ def test_a_model_that_is_not_in_the_list_is_refused_before_anything_runs(server:
     answer = server.post("/prompt", {"prompt": _example_graph(LoadModelForTraining__model="elsewhere.safetensors")})
     errors = [error for node in answer["node_errors"].values() for error in node["errors"]]
     assert any(error["type"] == "value_not_in_list" for error in errors)
+
+
+def test_a_strategy_that_is_gone_is_accepted_and_another_is_not(server: Server) -> None:
+    old = _example_graph(TrainLora__strategy="tensor", LoadModelForTraining__path="/nowhere/model")
+    assert "'/nowhere/model' does not exist" in server.run(old).error
+    answer = server.post("/prompt", {"prompt": _example_graph(TrainLora__strategy="elsewhere")})
+    errors = [error for node in answer["node_errors"].values() for error in node["errors"]]
+    assert [error["extra_info"]["input_name"] for error in errors] == ["strategy"]
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "none"])

@@ -21,7 +21,7 @@ from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.comfy.test_templates import FLUX, over_two_cards, with_stand_ins
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow
+from devicebridge.tests.workflows import read_workflow, set_values
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -38,6 +38,17 @@ def settings(server: Server) -> Iterator[None]:
         server.post(f"/api/settings/Comfy.{name}", value)
     yield
     server.post("/api/settings/Comfy.ColorPalette", "dark")
+
+
+def _put_stand_ins(models: Path, pipeline: Path) -> list[Path]:
+    """Tiny models under the names that the template's lists say; as diffusers' folders, which tell their sizes."""
+    model = models / "diffusers" / "flux2_dev_fp8mixed.safetensors"
+    encoder = models / "text_encoders" / "mistral_3_small_flux2_bf16.safetensors"
+    vae = models / "vae" / "flux2-vae.safetensors"
+    shutil.copytree(pipeline, model)
+    shutil.copytree(pipeline, encoder, ignore=shutil.ignore_patterns("transformer", "vae"))
+    shutil.copytree(pipeline / "vae", vae)
+    return [model, encoder, vae]
 
 
 _COUNTED = """() => {
@@ -65,41 +76,52 @@ def _open_template(page: Any, name: str) -> None:
     dialog.wait_for(state="detached")
 
 
-def test_a_new_user_is_few_clicks_and_no_typed_path_from_the_first_training_step(chromium, server, tmp_path):
+@pytest.mark.parametrize(
+    ("template", "word", "clicks", "run"),
+    [pytest.param(TEMPLATE, "", 3, "my_lora", marks=pytest.mark.long), ("simple_training_FLUX.2", "cat", 4, "cat")],
+)
+def test_a_new_user_is_few_clicks_and_no_typed_path_from_the_first_training_step(
+    chromium: str, server: Server, tmp_path: Path, template: str, word: str, clicks: int, run: str
+) -> None:
     """The simple training: a folder of images, four clicks and one typed word."""
-    template = "simple_training_FLUX.2"
-    model = server.base / "models" / "diffusers" / "flux2_dev_fp8mixed.safetensors"  # as the template's list says
-    made = [shutil.copytree(save_tiny_pipeline(tmp_path / "tiny_flux2", "flux2"), model)]
+    made = _put_stand_ins(server.base / "models", save_tiny_pipeline(tmp_path / "tiny_flux2", "flux2"))
     images = server.base / "input" / "my_images"
     if not images.exists():
         made.append(save_tiny_dataset(images, num_images=3))
     server.post("/api/settings/Comfy.TutorialCompleted", False)
     server.post("/api/settings/Comfy.VueNodes.Enabled", False)
     server.run({"1": {"class_type": "TestSmallModel", "inputs": {"family": "", "file": "", "unet_config": ""}}})
-    events = server.base / "output" / "devicebridge" / "cat" / "events.jsonl"
+    events = server.base / "output" / "devicebridge" / run / "events.jsonl"
     with open_page(chromium, server, tmp_path / "profile") as page:
         page.route(f"**/workflow_templates/devicebridge/{template}.json", lambda route: _smaller(route, template))
         _open_template(page, template)
-        page.wait_for_timeout(1000)  # until the canvas has drawn the nodes in their place
-        page.mouse.click(*page.evaluate(_PLACE, "trigger_word"))
-        page.locator(".graphdialog input").fill("")
-        page.keyboard.type("cat")
-        page.keyboard.press("Enter")
+        if word:
+            page.wait_for_timeout(1000)  # until the canvas has drawn the nodes in their place
+            page.mouse.click(*page.evaluate(_PLACE, "trigger_word"))
+            page.locator(".graphdialog input").fill("")
+            page.keyboard.type(word)
+            page.keyboard.press("Enter")
         page.get_by_test_id("queue-button").click()
         _wait_until(lambda: events.exists() and '"kind": "step"' in events.read_text(encoding="utf-8"), server)
         counted = page.evaluate("() => window.counted")
-        page.locator(".db-node-facts", has_text="running").wait_for()
-        keep_picture(page, "simple_training")
+        if word:
+            page.locator(".db-node-facts", has_text="running").wait_for()
+            keep_picture(page, "simple_training")
     server.post("/interrupt", {})
-    assert counted == {"clicks": 4, "typed": "cat"}
+    assert counted == {"clicks": clicks, "typed": word}
     _wait_until(lambda: not server.get("/queue")["queue_running"], server)
     for path in made:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _smaller(route: Any, template: str) -> None:
-    """The template; all that names files stays, but loaders of encoders, which the stand-in for the model brings."""
+    """The template, with pictures that a CPU trains on; all that names files stays, but loaders of encoders, which the
+    stand-in for the model brings."""
+    small = {"TrainingDataset.resolutions": "32", "TrainLora.accumulation": 1, "LoadModelForTraining.dtype": "float32"}
     graph = read_workflow(ROOT / "example_workflows" / f"{template}.json")
+    if template == TEMPLATE:
+        route.fulfill(json=set_values(graph, {f"DeviceBridge{name}": value for name, value in small.items()}))
+        return
     graph["nodes"] = [node for node in graph["nodes"] if not node["type"].endswith("Loader")]
     graph["links"] = []
     for node in graph["nodes"]:

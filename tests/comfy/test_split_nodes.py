@@ -79,9 +79,23 @@ def test_a_split_model_makes_the_same_latents(server: Server, plain: torch.Tenso
     assert torch.equal(_run(server, graph), plain)  # run again, parts of it from the host's cache
 
 
+def test_a_model_loaded_across_cards_makes_the_same_latents(server: Server, plain: torch.Tensor) -> None:
+    load = _split(
+        "DeviceBridgeLoadDiffusionModelSplit", ["on", 0], unet_name="tiny.safetensors", weight_dtype="default"
+    )
+    assert torch.equal(_run(server, _graph(["load_split", 0], "loaded", load_split=load)), plain)
+
+
 def test_without_a_second_device_the_model_stays_whole(server: Server, plain: torch.Tensor) -> None:
     split = _split("DeviceBridgeSplitModel", "auto", model=["load", 0])
     assert torch.equal(_run(server, _graph(["split", 0], "whole", is_emulated=False, split=split)), plain)
+
+
+def test_a_device_that_is_not_there_is_named_with_what_is(server: Server, tiny_files: None) -> None:
+    split = _split("DeviceBridgeSplitModel", "cuda:0,cuda:1", model=["load", 0])
+    finished = server.run(_graph(["split", 0], "never", is_emulated=False, split=split))
+    assert finished.status == "error"
+    assert "device 'cuda:0' does not exist on this machine; found here: cpu" in finished.error
 
 
 def test_the_log_says_what_each_card_gets_before_and_what_it_has_left_at_loading(server, plain):
@@ -103,6 +117,12 @@ OLD_WORKFLOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "first card": ("UNETLoaderMultiGPU", {"device": "lazy:0"}),
     "processor": ("UNETLoaderMultiGPU", {"device": "cpu"}),
     "lent by a card": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"virtual_vram_gb": 1.0, "donor_device": "lazy:1"}),
+    "ratio": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:1,25%;lazy:0,75%"}),
+    "fractions": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:0,0.0001;lazy:1,0.5"}),
+    "rest in the host": (
+        "UNETLoaderDisTorch2MultiGPU",
+        _DISTORCH | {"expert_mode_allocations": "lazy:0,1mb;lazy:1,500kb;cpu,*"},
+    ),
     "low precision": ("UNetLoaderLP", {}),
 }
 _ALWAYS = ("second card", "bytes")

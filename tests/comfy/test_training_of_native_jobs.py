@@ -218,6 +218,11 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(comfyui, checkpoint,
             "holds no VAE; name the VAE of the model with cache.stock_vae",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            {"cache": {"stock_vae": "empty.safetensors"}},
+            "empty.safetensors (0 bytes) is not a safetensors file",
+            marks=pytest.mark.long,
+        ),
         ({"cache": {"stock_vae": "packed.gguf"}}, "packed.gguf is a GGUF file"),
         pytest.param(
             {"cache": {"stock_clip_type": "flux9"}},
@@ -227,6 +232,7 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(comfyui, checkpoint,
     ],
 )
 def test_what_a_job_file_names_wrongly_is_told(comfyui, server, checkpoint, images, tmp_path, sections, message):
-    (server.base / "models" / "vae" / "packed.gguf").touch()
+    for name in ("empty.safetensors", "packed.gguf"):
+        (server.base / "models" / "vae" / name).touch()
     done = _worker(comfyui, server.base, "train", _job(images, tmp_path / "refused", **sections))
     assert done.returncode == 2 and message in done.stderr, done.stderr[-3000:]

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tomlkit
 import torch
 from devicebridge.config import job as config
 from devicebridge.config.data import CacheConfig
@@ -840,3 +841,20 @@ def test_a_field_of_several_lines_has_its_name_in_it(nodes: ModuleType) -> None:
     """The canvas shows no label beside it."""
     fields = [each for node in nodes.NODES for each in node.define_schema().inputs if each.options.get("multiline")]
     assert fields and all(each.options["placeholder"].startswith(each.id) for each in fields)
+
+
+def test_defaults_of_nodes_and_templates_keep_both_cards_busy_and_save(nodes: ModuleType) -> None:
+    wanted = {
+        "DeviceBridgeTrainLora": {"accumulation": 4, "save_every": 250},
+        "DeviceBridgeCacheCaptionsAndLatents": {"text_device": "auto"},
+        "DeviceBridgeQuantize": {"quantize": "auto"},
+    }
+    for name, values in wanted.items():
+        assert values.items() <= _defaults(_schemas(nodes)[name]).items()
+    for path in (ROOT / "example_workflows").glob("*.json"):
+        for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
+            assert wanted.get(node["type"], {}).items() <= node["widgets_values_named"].items(), path.stem
+    for path in (ROOT / "examples").glob("*.toml"):
+        settings = tomlkit.parse(path.read_text(encoding="utf-8"))
+        assert settings["model"].get("quantize", "auto") == "auto", path.name
+        assert settings["train"]["gradient_accumulation_steps"] >= 4, path.name

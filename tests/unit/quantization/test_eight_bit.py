@@ -315,6 +315,18 @@ def test_autocast_decides_the_type_as_for_a_plain_linear(scheme, rotation):
 
 
 @EVERY_VARIANT
+def test_inference_mode_and_weights_made_in_it(scheme, rotation):
+    x = make_rows(20, 64)
+    expected = FrozenLinear8.from_linear(make_linear(64, 32), scheme, rotation=rotation)(x)
+    with torch.inference_mode():
+        layer = FrozenLinear8.from_linear(make_linear(64, 32), scheme, rotation=rotation)
+        assert torch.equal(layer(x), expected)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+    assert gradient(layer, x, torch.ones(20, 32)).isfinite().all()  # the weight is an inference tensor and still serves
+
+
+@EVERY_VARIANT
 def test_compiled_without_a_graph_break(scheme, rotation):
     torch._dynamo.reset()
     model = convert(Model(torch.float32), scheme, rotation)
