@@ -15,7 +15,6 @@ import tomlkit
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, load_job, make_job, save_job
-from devicebridge.jobs import encode_job
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.runs.queue import JobQueue, native_command
@@ -161,7 +160,7 @@ def test_the_first_process_of_another_machine_needs_no_run_folder(tmp_path, monk
     monkeypatch.setattr(native, "check_job", lambda job, **how: Plan(job))
     monkeypatch.setattr(native, "prepared", lambda job: nullcontext())
     monkeypatch.setattr(native, "with_encoders", lambda job, info: nullcontext((job, None)))
-    monkeypatch.setattr(encode_job, "cache_job", lambda plan, events, *more: told.append(events.emit("phase")))
+    monkeypatch.setattr(native, "cache_job", lambda plan, events, *more: told.append(events.emit("phase")))
     job = make_job(_values(tmp_path, cache=STOCK))
     native.encoded_once(job, None, Ranks(RankPlace(1, 2, 0, 1)))
     assert told == [None] and not (tmp_path / "run").exists()

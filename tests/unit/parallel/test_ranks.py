@@ -1,7 +1,6 @@
 """Which process of a job this is, which devices it has, and what a job says without any other process."""
 
 import dataclasses
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -24,6 +23,7 @@ from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.parallel.runner import MicroBatch
 from devicebridge.system.stopping import Stopped
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.waiting import until
 from devicebridge.training import compile_check as check_module
 from devicebridge.training.loop import Trainer
 from safetensors.torch import save_file
@@ -107,17 +107,15 @@ def test_a_stop_that_reaches_a_waiting_rank_is_seen_by_the_one_it_waits_for():
 
 @pytest.mark.parametrize(("stops", "is_stopped"), [((), False), ((0,), True), ((2,), True), ((0, 1, 2), True)])
 def test_a_stop_before_all_have_come_ends_the_start_on_all_and_no_later_one(stops, is_stopped):
-    store, has_come = dist.HashStore(), threading.Event()
+    store = dist.HashStore()
 
     def wait(rank):
-        if rank == 1:
-            assert has_come.wait(30)  # this one comes last
-        _wait_for_all(store, 3, lambda: rank in stops and (has_come.set() or True))
+        if rank == 1 and stops:  # this one comes last, behind the stop
+            until(lambda: store.check(["outcome"]), 30)
+        _wait_for_all(store, 3, lambda: rank in stops)
 
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(wait, rank) for rank in range(3)]
-        if not stops:
-            has_come.set()
         for each in waiting:
             with pytest.raises(Stopped) if is_stopped else nullcontext():
                 each.result(60)
