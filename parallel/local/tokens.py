@@ -42,7 +42,9 @@ class _Frame:
 class RowsError(RuntimeError):
     """A forward that the devices cannot share out by rows. plan: where these inputs have theirs, if that is known."""
 
-    plan: TokenPlan | None = None
+    def __init__(self, said: str, plan: TokenPlan | None = None) -> None:
+        super().__init__(said)
+        self.plan = plan
 
 
 class OneDeviceError(RowsError):

@@ -279,16 +279,12 @@ def _check_known(model: nn.Module, row: NativeModel, args: tuple[Any, ...], kwar
     shown = ShownInputs(Innermost(model).arguments(args, kwargs))
     rows = row.derived_rows.get(shown.signature)
     if parallel is not None and rows != parallel.plan:
-        error = RowsError(
+        raise RowsError(
             f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as one "
             "sample without references. Start a run again whose captions were not encoded when it was planned; else "
-            'set parallel.strategy to "auto", or train.batch_size to 1'
+            'set parallel.strategy to "auto", or train.batch_size to 1',
+            rows,
         )
-        error.plan = rows
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame
     if row.trained_inputs and shown.kind not in row.trained_inputs:
         raise ValueError(
             f"the gradients of {row.class_name}, which nobody has described, were proved for other inputs than this "

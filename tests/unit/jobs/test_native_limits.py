@@ -98,16 +98,10 @@ def test_weights_of_the_tail_and_what_it_is_given_do_not_matter() -> None:
     assert r"(decoder.unknown)" in why_no_stages(ROWS["AceStepConditionGenerationModel"], audio)
 
 
-def _of_others() -> RowsError:
-    error = RowsError("of others")
-    error.plan = WHOLE_TEXT
-    return error
-
-
 @pytest.mark.parametrize(
     ("strategy", "error", "kept"),
     [
-        ("tokens", None, {"a": PLAN}), ("tokens", _of_others(), {"b": WHOLE_TEXT}),
+        ("tokens", None, {"a": PLAN}), ("tokens", RowsError("of others", WHOLE_TEXT), {"b": WHOLE_TEXT}),
         ("tokens", RowsError("of neither"), {"a": PLAN, "b": WHOLE_TEXT}), ("none", None, {"a": PLAN, "b": WHOLE_TEXT}),
     ],
 )  # fmt: skip
