@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devicebridge.tests.comfy.conftest import names_that_run
 from devicebridge.tests.comfy.server import ENVIRONMENT
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.ranks.launching import ENVIRONMENT as RANKS
@@ -30,7 +31,6 @@ UPDATED = os.environ.get("UPDATE_GOLDEN", "")
 ASKED = tuple(name for name in NAMES if name in UPDATED.split(";"))
 IS_LONG = bool(os.environ.get("LONG_TESTS") or UPDATED)
 STEPS = os.environ.get("STEPS", "" if IS_LONG else "shared")
-TESTED = ASKED or (NAMES if IS_LONG else ALWAYS)
 EACH = [pytest.param(name, marks=[] if name in (*ALWAYS, *ASKED) else pytest.mark.long) for name in ASKED or NAMES]
 
 
@@ -59,8 +59,8 @@ def _in_order(steps: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    faults = _run(comfyui, tmp_path_factory.mktemp("shared"), "fsdp", TESTED, 2)
+def found(request: Any, comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    faults = _run(comfyui, tmp_path_factory.mktemp("shared"), "fsdp", names_that_run(request), 2)
     if UPDATED and not any(ENDED in each for each in faults.values()):
         known = json.loads(KNOWN.read_text(encoding="utf-8"))
         kept = known if STEPS else {}
