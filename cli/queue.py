@@ -10,7 +10,6 @@ from typing import Any
 from ..runs.queue import MEMORY, JobQueue
 from ..runs.store import NotThere, RunStore
 from ..system.progress import describe_duration
-from ..system.stopping import Requests
 from ..system.telling import say
 
 
@@ -29,18 +28,12 @@ def jobs(options: argparse.Namespace) -> int:
     store = RunStore(folder.resolve())
     queue = JobQueue(store, user / MEMORY)
     if options.stop:
-        run = options.stop
-        if queue.stop_before_its_record(run):
-            return 0
         try:
-            place, record = store.find(run), store.record(run)
+            queue.ask(options.stop, "stop")
         except NotThere as error:
             known = ", ".join(store.ids()) or "none"
-            raise ValueError(f"there is no run {run!r} in {store.root}; found: {known}") from error
-        if record is None or record.state != "running":
-            raise ValueError(f"{run} is not under way")
-        Requests(place).ask("stop")
-        say(f"{run} ends its step and saves")
+            raise ValueError(f"there is no run {options.stop!r} in {store.root}; found: {known}") from error
+        say(f"{options.stop} ends its step and saves")
         return 0
     runs = store.ids() if options.all else store.shown()
     left_out = len(store.ids()) - len(runs)

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from ..config.job import JobConfig, job_to_dict, make_job, paths_of
 from ..system.files import write_atomically
 from ..system.locks import alone
-from ..system.stopping import REQUESTS, Requests
+from ..system.stopping import REQUESTS
 from .datasets import dataset_routes
 from .guard import Answer as Answer
 from .guard import Refused, check_origin, choice_of, read_body, step_of, text_of
@@ -33,16 +33,12 @@ _KINDS = {".png": "image/png", ".webp": "image/webp", ".jpg": "image/jpeg", ".mp
 
 @dataclass(frozen=True)
 class Host:
-    """What the page needs of the program around it.
-
-    Args:
-        loras: folder of the LoRAs that its nodes offer.
-        cards, free: memory and more of every card, plain values; take the program's models out of them.
-        datasets, dataset: names of the folders that datasets may be in; the folder of a name, which lies in a folder of
-            the program's own, with all that it holds, or with the one file that is named. Raises: ValueError.
-        cards_of: every device that a job will use. Raises: ValueError.
-        names: under which the program is meant to be reached; see guard.py.
-    """
+    """What the page needs of the program around it. loras: folder of the LoRAs that its nodes offer.
+    cards, free: memory and more of every card, plain values; take the program's models out of them.
+    datasets, dataset: names of the folders that datasets may be in; the folder of a name, which lies in a folder of the
+    program's own, with all that it holds, or with the one file that is named. Raises: ValueError.
+    cards_of: every device that a job will use. Raises: ValueError.
+    names: under which the program is meant to be reached; see guard.py."""
 
     loras: Callable[[], Path]
     cards: Callable[[], list[dict[str, Any]]]
@@ -104,14 +100,8 @@ class Api:
         return Answer(file=file, kind="application/octet-stream", is_saved=True)
 
     def _ask(self, values: dict[str, Any]) -> Answer:
-        what, run = choice_of(values, "what", REQUESTS), text_of(values, "run")
-        if what == "stop" and self._queue.stop_before_its_record(run):
-            return Answer(values={"asked": what})
-        folder = self._store.find(run)
-        record = self._store.record(run)
-        if record is None or record.state != "running":
-            raise Busy("this run is not under way")
-        Requests(folder).ask(what)
+        what = choice_of(values, "what", REQUESTS)
+        self._queue.ask(text_of(values, "run"), what)
         return Answer(values={"asked": what})
 
     def _resume(self, values: dict[str, Any]) -> Answer:
@@ -153,7 +143,7 @@ class Api:
 
     def _delete(self, values: dict[str, Any]) -> Answer:
         step = step_of(values)
-        if choice_of(values, "confirm", (True, False)) is not True:
+        if values.get("confirm") is not True:
             raise Refused(400, "confirm should be true")
         self._store.delete_checkpoint(text_of(values, "run"), step)
         return Answer(values={"deleted": step})

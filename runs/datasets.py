@@ -67,19 +67,17 @@ def _described(each: Captioned) -> dict[str, Any]:
 
 
 def _picture(find: Find, values: dict[str, Any]) -> Answer:
-    file = _file_name(values)
-    path = _file(find(text_of(values, "folder"), file), file)
+    path = _file(partial(find, text_of(values, "folder")), values)
     return Answer(body=small_picture(path, _SIDE), kind="image/jpeg")
 
 
 def _caption(names: Callable[[], list[str]], find: Find, values: dict[str, Any]) -> Answer:
-    file = _file_name(values)
-    folder = _folder(names, find, values, file)
-    path, config = _file(folder, file), _config(folder, values)
+    path = _file(partial(_folder, names, find, values), values)
+    config = _config(path.parent, values)
     caption, was = values.get("caption"), values.get("was")
     if not isinstance(caption, str) or not (was is None or isinstance(was, str)):
         raise Refused(400, "caption should be a text, and was a text or null")
-    tables, _ = json_captions(folder, [path])
+    tables, _ = json_captions(path.parent, [path])
     replaced = {was, None} if was in [texts[0] for texts in tables.texts.values()] else {was}
     try:
         write_caption(path, caption, replaced)
@@ -101,17 +99,10 @@ def _folder(names: Callable[[], list[str]], find: Find, values: Mapping[str, Any
     return find(name, file)
 
 
-def _file_name(values: Mapping[str, Any]) -> str:
-    """Raises: NotThere for a path, which may lead elsewhere, and for a hidden file."""
+def _file(find: Callable[[str], Path], values: Mapping[str, Any]) -> Path:
+    """The image or clip that is named. find: its folder. Raises: NotThere, also for a path, and for a hidden file."""
     name = text_of(values, "file")
-    if Path(name).name != name or name.startswith("."):
-        raise NotThere("there is no image of this name")
-    return name
-
-
-def _file(folder: Path, name: str) -> Path:
-    """Raises: NotThere."""
-    path = media_file(folder, name)
+    path = media_file(find(name), name)
     if path is None:
         raise NotThere("there is no image of this name")
     return path

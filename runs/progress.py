@@ -22,15 +22,10 @@ Point = tuple[float, ...]
 @dataclass
 class Progress:
     """What the events of a run have reported up to now.
-
-    Args:
-        steps: per step done: step, loss, learning rate, seconds. evals: step and evaluation loss.
-        total: steps of the run; 0 before the first.
-        phase: what it is doing, such as "captions" or "training".
-        forecast: per device, as the event says it. memory: per device GB, as last measured.
-        prompts: of samples, by file name.
-        changes: step after which it went on with other settings -> a line for each.
-    """
+    steps: per step done: step, loss, learning rate, seconds. evals: step and evaluation loss. total: steps of the run;
+    0 before the first. phase: what it is doing, such as "captions" or "training". forecast: per device, as the event
+    says it. memory: per device GB, as last measured. prompts: of samples, by file name.
+    changes: step after which it went on with other settings -> a line for each."""
 
     path: Path
     steps: list[Point] = field(default_factory=list)

@@ -14,7 +14,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from ..config.job import JobConfig, Resume, job_to_dict, make_job, resume_flags
 from ..system.files import expect, read_json_object, write_atomically
 from ..system.locks import alone, is_locked
 from ..system.processes import ProcessMark, start_detached
-from ..system.stopping import Requests
+from ..system.stopping import Request, Requests
 from ..system.telling import errors_in
 from .record import QUEUED, KeptJobs, read_record
 from .store import Busy, NotThere, RunStore
@@ -50,14 +50,9 @@ def _may_start_nothing(job: JobConfig) -> None:
 @pydantic.dataclasses.dataclass(frozen=True)
 class QueuedJob:
     """A training that waits, or that was started and has not appeared in its run's record yet.
-
-    Args:
-        root, run: of the store that its run is in, and its name there.
-        devices: every card it uses. job: as job_to_dict gives it.
-        is_resumed: it goes on from its newest checkpoint, and how.
-        process, message: once it was started; why it failed.
-        is_stopped: a stop was requested before it could hear.
-    """
+    root, run: of the store that its run is in, and its name there. devices: every card it uses. job: as job_to_dict
+    gives it. is_resumed: it goes on from its newest checkpoint, and how. process, message: once it was started; why it
+    failed. is_stopped: a stop was requested before it could hear."""
 
     id: str
     root: str
@@ -74,29 +69,21 @@ class QueuedJob:
 _JOBS_OF_FILE = pydantic.TypeAdapter(QueuedJob)
 
 
+@dataclass
 class JobQueue:
     """The queue of a store's runs.
+    place: folder in which it is remembered, where no request can write; it need not exist.
+    check: raises ValueError for a job that must not be started. others: what else of this program uses cards.
+    native: beginning of the command for a job that needs ComfyUI; () lets the command find one."""
 
-    Args:
-        folder: where it is remembered, which no request can write; it need not exist.
-        check: raises ValueError for a job that must not be started. others: what else of this program uses cards.
-        native: beginning of the command for a job that needs ComfyUI; () lets the command find one.
-    """
+    store: RunStore
+    place: Path
+    check: Callable[[JobConfig], None] = _may_start_nothing
+    others: Callable[[], Held] = dict
+    native: Sequence[str] = ()
 
-    def __init__(
-        self,
-        store: RunStore,
-        folder: Path,
-        check: Callable[[JobConfig], None] = _may_start_nothing,
-        others: Callable[[], Held] = dict,
-        native: Sequence[str] = (),
-    ) -> None:
-        self.store = store
-        self.check = check
-        self.kept = KeptJobs(folder / _JOBS)
-        self._others = others
-        self._native = tuple(native)
-        self._folder = folder
+    def __post_init__(self) -> None:
+        self.kept = KeptJobs(self.place / _JOBS)
 
     def jobs(self) -> list[QueuedJob]:
         """Those of this store, in their order. Raises: ValueError naming the file if it cannot be read."""
@@ -110,11 +97,9 @@ class JobQueue:
         raise NotThere("there is no such job in the queue")
 
     def add(self, job: JobConfig, devices: Sequence[str], *, is_resumed: Resume) -> QueuedJob:
-        """Put a training at the end of the queue, or in the place of one of its run that still waits. devices: all
-        that it will use.
+        """Put a training at the end of the queue, or in the place of one of its run that still waits.
         Raises: Busy if that run is under way or was started; ValueError for a run folder outside the store, or a job
-            that must not be started.
-        """
+        that must not be started."""
         run = self._run_of(job)
         self.check(job)
         with self._held():
@@ -126,12 +111,10 @@ class JobQueue:
             earlier = next((each for each in self.jobs() if each.run == run), None)
             if earlier is not None and earlier.state == "starting":
                 raise Busy(f"{run} is starting; press Stop at it in the sidebar's tab DeviceBridge, then Run again")
-            jobs = self._all()
             if earlier is not None and earlier.state == "waiting":
-                jobs[jobs.index(earlier)] = queued
+                self._save([queued if each == earlier else each for each in self._all()])
             else:
-                jobs = [each for each in jobs if each != earlier] + [queued]
-            self._save(jobs)
+                self._save([*(each for each in self._all() if each != earlier), queued])
         return queued
 
     def remove(self, job_id: object) -> None:
@@ -151,18 +134,23 @@ class JobQueue:
                 swapped = {job.id: own[other], own[other].id: job}
                 self._save([swapped.get(each.id, each) for each in self._all()])
 
-    def stop_before_its_record(self, run: str) -> bool:
-        """Remember that a job that is starting is to be stopped; whether there is one. Raises: Busy."""
+    def ask(self, run: str, what: Request) -> None:
+        """Have a training do something at the end of its step; one that is starting is told to stop once it can hear.
+        Raises: NotThere; Busy for a run that is not under way, or while the queue starts others."""
 
         def starting() -> list[QueuedJob]:
             return [job for job in self._readable() if job.run == run and job.state == "starting"]
 
-        if not starting():  # which most are not: no need to wait for another that looks after the queue
-            return False
-        with self._held():
-            for job in (found := starting()):
-                self._change(job, is_stopped=True)
-        return bool(found)
+        if what == "stop" and starting():  # which most are not: no need to wait for another that looks after the queue
+            with self._held():
+                for job in (found := starting()):
+                    self._change(job, is_stopped=True)
+            if found:
+                return
+        folder, record = self.store.find(run), self.store.record(run)
+        if record is None or record.state != "running":
+            raise Busy(f"{run} is not under way")
+        Requests(folder).ask(what)
 
     def _readable(self) -> list[QueuedJob]:
         """As jobs(); none where the queue cannot be read, which describe() tells."""
@@ -188,7 +176,7 @@ class JobQueue:
 
     def held(self) -> Held:
         """Which cards are in use now, and by whom."""
-        found = dict(self._others())
+        found = dict(self.others())
         self.store.ids()
         for run in self.store.running():
             if (record := self.store.record(run)) is not None:
@@ -237,7 +225,7 @@ class JobQueue:
     @contextlib.contextmanager
     def _held(self, wait_s: float = _WAIT_S) -> Iterator[None]:
         """Nobody else changes the queue inside, or looks after it. Raises: Busy after waiting so long."""
-        with _this_process, alone(self._folder / _LOCK, wait_s) as is_ours:
+        with _this_process, alone(self.place / _LOCK, wait_s) as is_ours:
             if not is_ours:
                 raise Busy("the queue is starting other trainings; try again in a moment")
             yield
@@ -251,7 +239,7 @@ class JobQueue:
             Requests(self.folder(run)).clear()
             file = self.kept.keep(config)
             self._change(job, state="starting")  # first, or a kill in between would start it twice
-            command, log = train_command(config, file, self._native, resume=job.is_resumed), file.with_suffix(".log")
+            command, log = train_command(config, file, self.native, resume=job.is_resumed), file.with_suffix(".log")
             with log.open("a", encoding="ascii") as output:
                 output.write(_BEGINS.format(job.id))
             process = start_detached(command, log, {QUEUED: job.id})
@@ -289,7 +277,7 @@ class JobQueue:
 
     def _all(self) -> list[QueuedJob]:
         """Of every store. Raises: ValueError naming the file if it cannot be read."""
-        file = self._folder / _QUEUE
+        file = self.place / _QUEUE
         try:
             values = read_json_object(file, _AGAIN)
         except FileNotFoundError:
@@ -301,7 +289,7 @@ class JobQueue:
         return found
 
     def _save(self, jobs: Sequence[QueuedJob]) -> None:
-        write_atomically(self._folder / _QUEUE, json.dumps({"jobs": [asdict(job) for job in jobs]}).encode())
+        write_atomically(self.place / _QUEUE, json.dumps({"jobs": [asdict(job) for job in jobs]}).encode())
 
     def _change(self, job: QueuedJob, **changes: Any) -> None:
         self._save([replace(each, **changes) if each.id == job.id else each for each in self._all()])

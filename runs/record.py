@@ -44,16 +44,11 @@ _NO_UTF8 = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
 
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(allow_inf_nan=False))
 class RunRecord:
-    """What a run says of itself.
-
-    Args:
-        status: "running" as long as nothing else was written; state tells whether that is so.
-        devices: of its blocks, in order. steps: to the end.
-        job, message: as job_to_dict gives it, to resume from; why it failed.
-        since: when it began, seconds since 1970; of other clocks than ours, or of one that was set.
-        queued: id of the queue's job that started it; "" of one that the queue did not start.
-        folder: where it was read; None of one that was not.
-    """
+    """What a run says of itself. status: "running" as long as nothing else was written; state tells whether that is so.
+    devices: of its blocks, in order. steps: to the end. job, message: as job_to_dict gives it, to resume from; why it
+    failed. since: when it began, seconds since 1970; of other clocks than ours, or of one that was set.
+    queued: id of the queue's job that started it; "" of one that the queue did not start.
+    folder: where it was read; None of one that was not."""
 
     status: Status
     process: ProcessMark

@@ -119,9 +119,9 @@ def test_a_queue_that_cannot_be_read_is_named_and_runs_are_shown_and_stopped(tmp
     news = News(store, queue).gather()
     assert [run["run"] for run in news["runs"]] == ["good"]
     assert [(job["state"], str(file) in job["why"]) for job in news["jobs"]] == [("failed", True)]
-    assert not queue.stop_before_its_record("good")
-    with pytest.raises(ValueError):
-        queue.held()
+    queue.ask("good", "stop")
+    assert (store.root / "good" / "stop_now").is_file()
+    pytest.raises(ValueError, queue.held)
 
 
 def test_runs_of_any_name_are_shown(tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_car
     queue = _queue(tmp_path)
     job = _add(queue, "one", "cuda:0")
     queue.tick()
-    assert queue.stop_before_its_record("one")
+    queue.ask("one", "stop")
     with recorded_run(tmp_path / "one", _job(tmp_path / "one"), ["cuda:0"]):
         queue.tick()
         assert [each.id for each in queue.jobs()] == [job.id], "that was not the process of this job"
