@@ -105,7 +105,7 @@ from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.devices import CPU, memory_in_use, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard  # noqa: E402
 from devicebridge.parallel.offload.recompute import put_back, taken_out  # noqa: E402
-from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
+from devicebridge.parallel.runner import Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
 from devicebridge.planning.plan import TrainingPlan  # noqa: E402
@@ -358,7 +358,7 @@ def measure_on_cards(name: str) -> dict[str, Any]:
             found |= _peaks_beside_forecast(trainer, plan)
             say(f"{name}: {found}")  # the rest may not end in time
             model, main_device = trainer.runner.replica_for(0)
-            runners = {"usual split": PlainAccumulation(model, main_device), "pipeline": trainer.runner}
+            runners = {"usual split": Runner(model, main_device), "pipeline": trainer.runner}
             ways = {way: functools.partial(_run_by, trainer, runner) for way, runner in runners.items()}
             if capped:  # the plan is the pipeline's
                 del ways["usual split"]

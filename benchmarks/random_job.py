@@ -25,7 +25,7 @@ from devicebridge.parallel.devices import available_devices
 from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
-from devicebridge.parallel.runner import PlainAccumulation, Runner
+from devicebridge.parallel.runner import Runner
 from devicebridge.patches.hooks import parameters_on_meta
 from devicebridge.planning.cards import Card, cards_of
 from devicebridge.planning.costs import ModelCosts
@@ -373,7 +373,7 @@ def make_trainer(
         job=job,
         family=built.family,
         variant=variant,
-        runner=runner or PlainAccumulation(built.model, built.split.main_device),
+        runner=runner or Runner(built.model, built.split.main_device),
         lora=lora,
         schedule=make_noise_schedule(job.objective, built.family, variant),
         train_data=train_data,

@@ -54,7 +54,7 @@ from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
 from devicebridge.parallel.ranks.across import AcrossRanks  # noqa: E402
 from devicebridge.parallel.ranks.group import joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place  # noqa: E402
-from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
+from devicebridge.parallel.runner import MicroBatch, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
 from devicebridge.system.processes import start  # noqa: E402
@@ -427,7 +427,7 @@ def _ours(
     else:
         assembled = assemble_for_training(info, plan, attach)
     model, parameters = assembled.model, list(assembled.adapter.parameters().values())  # type: ignore[attr-defined]
-    runner: Any = PlainAccumulation(model, device)
+    runner: Any = Runner(model, device)
     of = _num_samples(mode, options, ranks)
     if not mode.startswith("alone"):
         runner = AcrossRanks(runner, parameters, ranks, 0, in_lockstep=strategy == "fsdp")

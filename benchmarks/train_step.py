@@ -50,7 +50,7 @@ from devicebridge.parallel.local.data_parallel import DataParallel, Replica  # n
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload.activations import ActivationOffload  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, estimate_block_flops, plan_placement  # noqa: E402
-from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
+from devicebridge.parallel.runner import Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
@@ -294,7 +294,7 @@ def _runner_of(each: Contestant, way: Way) -> Runner:
     if way.kind == "replicas":
         assert each.data_parallel is not None
         return each.data_parallel
-    return PlainAccumulation(model, split.main_device) if way.kind is None else Pipeline(model, split.bridge)
+    return Runner(model, split.main_device) if way.kind is None else Pipeline(model, split.bridge)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ..parallel.local.pipeline import Pipeline
 from ..parallel.local.token_training import TokenModel, TokenTraining
 from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
-from ..parallel.runner import PlainAccumulation, Runner
+from ..parallel.runner import Runner
 from ..patches.compile_blocks import remove_compiled
 from ..planning.plan import compare, describe_time, parts_of
 from ..system.stopping import Requests
@@ -124,7 +124,7 @@ def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = No
     """What computes the microbatches. ahead: of a pipeline."""
     match strategy:
         case "none" | "fsdp":
-            return PlainAccumulation(assembled.model, assembled.split.main_device)
+            return Runner(assembled.model, assembled.split.main_device)
         case "pipeline":
             assert ahead is not None
             return Pipeline(assembled.model, assembled.split.bridge, ahead=ahead)

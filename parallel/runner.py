@@ -34,7 +34,7 @@ class MicroBatch(Generic[T]):
 
 
 class Runner:
-    """Computes the microbatches of a step; here of a single copy of the model."""
+    """Computes the microbatches of a step: one after the other in the calling thread, by the one copy of the model."""
 
     num_replicas = 1  # copies of the model; those of the first so many microbatches of a step all differ
     in_lockstep = False  # whether several processes compute every forward, each with its share of the weights
@@ -49,14 +49,7 @@ class Runner:
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """Forward and backward of every microbatch, gradients added to the first copy's; the losses in order, detached.
         Raises: the first exception of a microbatch. The step is lost then: drop the gradients."""
-        raise NotImplementedError
+        return [microbatch.compute(microbatch.prepare()) for microbatch in microbatches]
 
     def sync(self) -> None:
         """To be called whenever the first copy's trained values have changed."""
-
-
-class PlainAccumulation(Runner):
-    """One microbatch after the other in the calling thread. Of a model split over devices, one computes at a time."""
-
-    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        return [microbatch.compute(microbatch.prepare()) for microbatch in microbatches]

@@ -10,7 +10,7 @@ from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local.block_split import BlockSplit
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
-from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
+from devicebridge.parallel.runner import MicroBatch, Runner
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, on_cpu
 from devicebridge.tests.placed import apply_block_split
@@ -82,7 +82,7 @@ def make_micro_batches(
 
 def losses_of(split: BlockSplit, batches: Sequence[MicroBatch[Any]], ahead: int | None = None) -> list[torch.Tensor]:
     """Of a step, through a pipeline with so many ahead, or one micro-batch after the other; gradients are added up."""
-    one = PlainAccumulation(split.model, split.main_device)
+    one = Runner(split.model, split.main_device)
     runner = one if ahead is None else Pipeline(split.model, split.bridge, ahead=ahead)
     return [on_cpu(loss) for loss in runner.run(batches)]
 

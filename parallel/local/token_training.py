@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -137,12 +136,5 @@ class TokenTraining(DataParallel):
         return self.model, self.devices[0]
 
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        losses: list[torch.Tensor] = []
-        with ThreadPoolExecutor(1) as host:  # prepares the next one meanwhile
-            coming = [host.submit(each.prepare) for each in microbatches[:1]]
-            for index, microbatch in enumerate(microbatches):
-                given = coming.pop().result()
-                coming += [host.submit(each.prepare) for each in microbatches[index + 1 : index + 2]]
-                losses.append(self.model.on_all(partial(microbatch.compute, given))[0])
-                del given
-        return losses
+        # The next one is prepared while the devices still compute what they were launched.
+        return [self.model.on_all(partial(each.compute, each.prepare()))[0] for each in microbatches]

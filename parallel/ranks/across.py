@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..devices import seed_devices
-from ..runner import MicroBatch, PlainAccumulation, Runner
+from ..runner import MicroBatch, Runner
 from .group import Ranks
 
 
@@ -27,7 +27,7 @@ class AcrossRanks(Runner):
         self._inner, self._parameters, self._ranks, self._seed = inner, tuple(parameters), ranks, seed
         self.in_lockstep, self.num_replicas = in_lockstep, inner.num_replicas * ranks.count
         self.rank_losses: list[float] = []
-        self._has_own_streams = isinstance(inner, PlainAccumulation)  # elsewhere microbatches mix on a device
+        self._has_own_streams = type(inner) is Runner  # elsewhere microbatches mix on a device
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
         return self._inner.replica_for(index // self._ranks.count)

@@ -43,7 +43,7 @@ class RankFailed(RuntimeError):
 class Ranks:
     """The ranks of a job, as one of them sees them. Args: devices: of this rank, the first for what it exchanges.
     control, watch: the gloo group of all ranks, and what ends this process where it hangs; None for one process. store:
-    what ranks can leave for each other. names: of the ranks, where these are not all of a job."""
+    what ranks can leave for each other."""
 
     def __init__(
         self,
@@ -53,11 +53,9 @@ class Ranks:
         control: Any = None,
         watch: Watch | None = None,
         store: Any = None,
-        names: Sequence[int] = (),
     ) -> None:
         self.place, self.devices, self.own_stop = place, tuple(devices), own_stop
         self._control, self.watch, self._store = control, watch, store
-        self._names = tuple(names) or tuple(range(place.num_ranks))
 
     def stopped_by(self, own_stop: Callable[[], bool]) -> Ranks:
         return Ranks(self.place, self.devices, own_stop, self._control, self.watch, self._store)
@@ -176,7 +174,7 @@ class Ranks:
             raise error
         failed = min(((later, rank, *said) for rank, (later, *said) in enumerate(answers) if said[0]), default=None)
         if failed is not None:
-            raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}", is_refusal=failed[3])
+            raise RankFailed(f"rank {failed[1]}: {failed[2]}", is_refusal=failed[3])
         return result
 
     def distributed(

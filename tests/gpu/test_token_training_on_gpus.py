@@ -3,7 +3,7 @@
 import pytest
 import torch
 from devicebridge.families.token_plan import TokenPlan
-from devicebridge.parallel.runner import PlainAccumulation
+from devicebridge.parallel.runner import Runner
 from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, make_toy, make_training, microbatches
 
 CARDS = [torch.device("cuda", index) for index in range(2)]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_gradients_are_those_of_one_card(recomputes: bool, plan: TokenPlan) -> None:
     toy = make_toy()
-    losses = PlainAccumulation(toy, torch.device("cpu")).run(microbatches(toy, 3))
+    losses = Runner(toy, torch.device("cpu")).run(microbatches(toy, 3))
     training = make_training(make_toy(), CARDS, plan, recomputes=recomputes)
     found = training.run(microbatches(training.model, 3))
     assert torch.allclose(torch.stack([each.cpu() for each in found]), torch.stack(losses), rtol=1e-12)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model
-from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
+from devicebridge.parallel.runner import MicroBatch, Runner
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.quantized import apply_quantization
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 def _plainly(name, count, **settings):
     with emulated_cards(4):
         (one,) = make_replicas(name, CARDS[:1], **settings)
-        plain = PlainAccumulation(one.model, one.device)
+        plain = Runner(one.model, one.device)
         losses = [on_cpu(loss) for loss in plain.run(make_batches_for(plain.replica_for, name, count))]
         return losses, [on_cpu(parameter.grad) for parameter in one.parameters]
 

@@ -13,7 +13,7 @@ from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.local.schedule import StageOrder, Work, num_held, plan_order
 from devicebridge.parallel.offload.recompute import recompute
-from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
+from devicebridge.parallel.runner import MicroBatch, Runner
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.placed import forward_of
 from devicebridge.tests.streams import Clock, SimulatedMachine
@@ -215,7 +215,7 @@ def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, reads=None):
             model.reads = lambda x: reads(bridge, x, devices[-1])
         batches = _chain_batches(model, bridge, count)
         with Clock(machine, copy_cost) as clock:
-            runner = Pipeline(model, bridge, ahead=0) if pipelined else PlainAccumulation(model, HOME)
+            runner = Pipeline(model, bridge, ahead=0) if pipelined else Runner(model, HOME)
             runner.run(batches)
         return max(stream.busy_until for stream in machine.default.values()), clock.races
 

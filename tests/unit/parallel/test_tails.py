@@ -10,7 +10,7 @@ from devicebridge.families.spec import BlockList
 from devicebridge.parallel.block_lists import parts_of_tail, tail_parameters
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import block_names, plan_manual
-from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
+from devicebridge.parallel.runner import MicroBatch, Runner
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.placed import apply_block_split
 from devicebridge.tests.streams import Clock
@@ -144,7 +144,7 @@ def _batches(model, count):
 def _step(name, cards, *, count=4, piped=False, **split):
     with emulated_cards(4):
         model, handle = _split(name, cards, **split)
-        runner = Pipeline(model, handle.bridge) if piped else PlainAccumulation(model, cards[0])
+        runner = Pipeline(model, handle.bridge) if piped else Runner(model, cards[0])
         losses = [on_cpu(loss) for loss in runner.run(_batches(model, count))]
         return losses, {n: on_cpu(each.grad) for n, each in model.named_parameters() if each.grad is not None}
 

@@ -12,7 +12,7 @@ from devicebridge.parallel.local.token_training import TokenTraining
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.offload.weights import WeightOffload
-from devicebridge.parallel.runner import PlainAccumulation
+from devicebridge.parallel.runner import Runner
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.placed import bring_to_host
 from devicebridge.tests.tiny_split import BrokenBackward
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 
 def _plainly(num_steps: int = 1, toy: nn.Module | None = None, **counts: int) -> Any:
     toy = toy or make_toy()
-    losses = PlainAccumulation(toy, torch.device("cpu")).run(microbatches(toy, num_steps, **counts))
+    losses = Runner(toy, torch.device("cpu")).run(microbatches(toy, num_steps, **counts))
     return losses, {name: each.grad for name, each in toy.named_parameters() if each.grad is not None}
 
 
