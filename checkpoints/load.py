@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from ..quantization.stored import ROWS
 from ..system.stopping import alive
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
-from .quantized_cache import FOREIGN, QuantizedWriter, open_cached
+from .quantized_cache import FOREIGN, keep_quantized, open_cached
 from .quantized_files import dequantize, file_format, is_kept, read_scales
 from .weight_file import by_file, read_records
 
@@ -75,7 +74,6 @@ def load_transformer(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     quantizer: Quantizer | None = None,
-    writer: QuantizedWriter | None = None,
     layer_store: LayerStore | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
@@ -87,11 +85,11 @@ def load_transformer(
     Args:
         device_of: from a parameter's or buffer's fqn to its device.    dtype: of the weights; see weight_types.
         quantizer: rounds layers, or takes them over where it can multiply with the file's type; others are dequantized.
-        writer: is given every layer that was rounded.    layer_store: gets every layer that is final.
+        layer_store: gets every layer that is final.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     model = make_unfilled_transformer(info)
-    _Loader(model, info, device_of, dtype, quantizer, writer, layer_store).load()
+    _Loader(model, info, device_of, dtype, quantizer, layer_store).load()
     for name, buffer in list(model.named_buffers()):
         put_tensor(model, name, buffer.to(device_of(name)))
     return model.requires_grad_(False).eval()
@@ -107,15 +105,16 @@ def load_through_cache(
 ) -> torch.nn.Module:
     """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
     if folder is None:
-        return load_transformer(info, device_of, dtype, quantizer, layer_store=layer_store)
+        return load_transformer(info, device_of, dtype, quantizer, layer_store)
     cached = open_cached(folder, info, quantizer.settings, dtype)
     if cached is not None:
         try:
-            return load_transformer(cached, device_of, dtype, quantizer, layer_store=layer_store)
+            return load_transformer(cached, device_of, dtype, quantizer, layer_store)
         except FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
             _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
-    with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
-        return load_transformer(info, device_of, dtype, quantizer, writer, layer_store)
+    model = load_transformer(info, device_of, dtype, quantizer, layer_store)
+    keep_quantized(folder, info, quantizer.settings, dtype, model)
+    return model
 
 
 @dataclass
@@ -125,7 +124,6 @@ class _Loader:
     device_of: Callable[[str], torch.device]
     dtype: torch.dtype
     quantizer: Quantizer | None
-    writer: QuantizedWriter | None
     layer_store: LayerStore | None
 
     def __post_init__(self) -> None:
@@ -138,9 +136,6 @@ class _Loader:
         self._num_taken = self._num_dequantized = 0
 
     def load(self) -> None:
-        if self.writer is not None:
-            shapes = [self.info.tensors[f"{name}.weight"].shape for name in self._wanted if not self._is_taken(name)]
-            self.writer.expect(sum(prod(shape) + 4 * shape[0] for shape in shapes))  # a byte per weight, scales of rows
         if self.layer_store is not None:
             self.layer_store.begin(self.model, self._waiting.keys())
         for file, records in by_file(self.info.tensors).items():
@@ -185,10 +180,7 @@ class _Loader:
             self.model.set_submodule(layer, self.quantizer.take(layer, module, stored, dtype))
         elif layer in self._wanted:
             assert self.quantizer is not None
-            done = self.quantizer.finish(layer, module)
-            self.model.set_submodule(layer, done)
-            if self.writer is not None:
-                self.writer.add(layer, self.quantizer.store(done))
+            self.model.set_submodule(layer, self.quantizer.finish(layer, module))
         if self.layer_store is not None:
             self.layer_store.finish(layer)
 

@@ -7,33 +7,27 @@ there were none. Header and scales are checked before use; flipped bits among th
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
-import re
 import shutil
-import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from ..quantization.quantize import ROUNDINGS, QuantizeSettings, Stored8
-from ..system.files import TEMPORARY_SUFFIX, sync_folder
+from ..quantization.frozen_linear import FrozenLinear8
+from ..quantization.quantize import ROUNDINGS, QuantizeSettings
+from ..system.files import remove_leftovers, write_atomically
 from .checkpoint import CheckpointInfo
 from .fingerprint import file_fingerprint, settings_fingerprint
 from .header import FILE_TYPES, TensorRecord, read_header
-from .quantized_files import read_scales
+from .quantized_files import is_kept, read_scales
+from .weight_file import tensors_in_pieces
 
 _log = logging.getLogger(__name__)
 
-_ENTRY_BYTES = 140  # of the header, for a tensor besides its name
-_UNFINISHED = re.compile(rf"^\.[\w.-]+-[0-9a-f]{{20}}(\.safetensors)?\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}$")
-_ABANDONED_S = 3600  # a run adds a layer within seconds
+_ABANDONED_S = 3600  # a run writes a layer within seconds
 FOREIGN = (OSError, ValueError, KeyError)  # what reading a file raises that is not what we wrote
 
 
@@ -90,86 +84,27 @@ def _described(record: TensorRecord, fingerprints: Mapping[Path, str]) -> Any:
     return [fingerprints[record.file], *astuple(replace(record, file=Path(), scale=None))[1:], scale]
 
 
-class QuantizedWriter:
-    """Writes an entry while a model is being quantized; as a context manager it commits, or abandons on an error. After
-    the first failure, which the log tells, it does nothing. What a killed run has left a later one removes."""
-
-    def __init__(self, folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> None:
-        self._file, self._key = _file_and_key(folder, info, settings, dtype)
-        self._temporary = folder / f".{self._file.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-        self._room = 8 * (32 + sum(len(name) + _ENTRY_BYTES for name in info.tensors) // 4)  # for the header
-        self._entries: dict[str, Any] = {}
-        self._stream: IO[bytes] | None = None
-        self._is_off = False
-        with contextlib.suppress(OSError):  # no such folder, or none that we may change
-            for path in folder.iterdir():
-                if _UNFINISHED.match(path.name) and time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    _log.info("removing %s, which a run left behind", path)
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()  # a folder: of earlier versions
-
-    def __enter__(self) -> QuantizedWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._stream is not None:
-            self._try(self._publish)
-        self._abandon()
-
-    def expect(self, num_bytes: int) -> None:
-        """Say how much will come, so that a disk too small for it is not filled first."""
-
-        def require_room() -> None:
-            folder = self._file.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self._file.with_suffix(""), ignore_errors=True)  # of earlier versions, which needs its room
-            missing = num_bytes - shutil.disk_usage(folder).free
-            if missing > 0:
-                raise OSError(f"{folder} has {missing} bytes ({missing / 1e9:.2f} GB) too little room")
-
-        if num_bytes:
-            self._try(require_room)
-
-    def add(self, fqn: str, stored: Stored8) -> None:
-        self._try(lambda: self._write({f"{fqn}.weight": stored.weight, f"{fqn}.weight_scale": stored.scale}))
-
-    def _try(self, step: Callable[[], None]) -> None:
-        if self._is_off:
-            return
-        try:
-            step()
-        except OSError as error:
-            _log.warning("%s: the quantized weights are not kept for the next run: %s", self._file, error)
-            self._abandon()
-
-    def _abandon(self) -> None:
-        self._is_off = True
-        with contextlib.suppress(OSError):
-            if self._stream is not None:
-                self._stream.close()
-        with contextlib.suppress(OSError):
-            self._temporary.unlink()
-
-    def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._stream is None:
-            self._stream = open(self._temporary, "xb")  # noqa: SIM115  (closed by _abandon)
-            self._stream.seek(8 + self._room)
-        for name, tensor in tensors.items():
-            start = self._stream.tell() - 8 - self._room
-            self._stream.write(tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().data)
-            ends = [start, start + tensor.nbytes]
-            self._entries[name] = {"dtype": FILE_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
-
-    def _publish(self) -> None:
-        assert self._stream is not None
-        text = json.dumps({"__metadata__": {"key": self._key}, **self._entries}).encode().ljust(self._room)
-        assert len(text) == self._room, (len(text), self._room)
-        num_bytes = self._stream.tell()
-        self._stream.seek(0)
-        self._stream.write(len(text).to_bytes(8, "little") + text)
-        self._stream.flush()
-        os.fsync(self._stream)
-        self._stream.close()
-        os.replace(self._temporary, self._file)
-        sync_folder(self._file.parent)
-        num_layers = len(self._entries) // 2
-        _log.info("%d quantized weights are kept in %s (%.2f GB)", num_layers, self._file, num_bytes / 1e9)
+def keep_quantized(
+    folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype, model: torch.nn.Module
+) -> None:
+    """Write an entry of the layers of a model that were rounded, if there are any."""
+    file, key = _file_and_key(folder, info, settings, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLinear8) and not is_kept(info.tensors[f"{name}.weight"], settings):
+            tensors |= {f"{name}.weight": module.weight, f"{name}.weight_scale": module.scale}
+    if not tensors:
+        return
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder, _ABANDONED_S)
+        shutil.rmtree(file.with_suffix(""), ignore_errors=True)  # of earlier versions, which needs its room
+        missing = num_bytes - shutil.disk_usage(folder).free
+        if missing > 0:  # a disk too small is not filled first
+            raise OSError(f"{folder} has {missing} bytes ({missing / 1e9:.2f} GB) too little room")
+        write_atomically(file, tensors_in_pieces(tensors, {"key": key}))
+    except OSError as error:
+        _log.warning("%s: the quantized weights are not kept for the next run: %s", file, error)
+    else:
+        _log.info("%d quantized weights are kept in %s (%.2f GB)", len(tensors) // 2, file, num_bytes / 1e9)

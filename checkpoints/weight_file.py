@@ -18,6 +18,7 @@ import torch
 
 from ..quantization.stored import restore
 from ..system.files import write_atomically
+from ..system.stopping import alive
 from .header import (
     AGAIN,
     FILE_TYPES,
@@ -182,7 +183,7 @@ def refuse_zeros(path: Path, records: Mapping[str, TensorRecord]) -> None:
 def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
     """A safetensors file of tensors on the CPU as they come, one in memory at a time, atomically; numbers lie in front.
     Raises: OSError naming the file if the disk refuses; ValueError for a name that comes twice."""
-    entries: dict[str, tuple[str, list[int], int, int]] = {}  # type, shape, and where it begins and how long it is
+    entries: _Entries = {}
     numbers = bytearray()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -190,22 +191,47 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metad
             for name, tensor in tensors:
                 if name in entries:
                     raise ValueError(f"{path} would have {name} twice")
-                content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                content = _bytes_of(tensor)
                 start = spool.tell() if tensor.ndim else len(numbers)
-                entries[name] = FILE_TYPES[tensor.dtype], list(tensor.shape), start, content.nbytes
+                entries[name] = FILE_TYPES[tensor.dtype], list(tensor.shape), start, len(content)
                 if tensor.ndim:
-                    spool.write(content.data)
+                    spool.write(content)
                 else:
-                    numbers += content.tobytes()
-            header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-            for name, (kind, shape, start, num_bytes) in entries.items():
-                start += len(numbers) if shape else 0
-                header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, start + num_bytes]}
-            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-            text += b" " * (-len(text) % 8)
+                    numbers += content
             spool.seek(0)
             pieces = iter(lambda: spool.read(_PIECE_BYTES), b"")
-            write_atomically(path, chain((len(text).to_bytes(8, "little"), text, bytes(numbers)), pieces))
+            write_atomically(path, chain((_header_bytes(entries, metadata, len(numbers)), bytes(numbers)), pieces))
     except OSError as error:
         error.filename = error.filename or str(path)  # which a full disk does not give
         raise
+
+
+def tensors_in_pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """A safetensors file of these, on any device and of any shape but numbers; one at a time is on the CPU."""
+    entries: _Entries = {}
+    end = 0
+    for name, tensor in tensors.items():
+        entries[name] = FILE_TYPES[tensor.dtype], list(tensor.shape), end, tensor.nbytes
+        end += tensor.nbytes
+    yield _header_bytes(entries, metadata)
+    for tensor in tensors.values():
+        alive()
+        yield _bytes_of(tensor)
+
+
+_Entries = dict[str, tuple[str, list[int], int, int]]  # type, shape, and where it begins and how long it is
+
+
+def _header_bytes(entries: _Entries, metadata: Mapping[str, str], num_in_front: int = 0) -> bytes:
+    """num_in_front: bytes of numbers, behind which everything else begins."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    for name, (kind, shape, start, num_bytes) in entries.items():
+        start += num_in_front if shape else 0
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, start + num_bytes]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -106,11 +106,6 @@ class FrozenLinear8(nn.Linear):
         return "int8-compute" if self.weight.dtype is torch.int8 else "fp8-compute"
 
     @property
-    def rotation_block(self) -> int:
-        """0 for none."""
-        return 0 if self.rotation is None else self.rotation.shape[0]
-
-    @property
     def W_q(self) -> Tensor:
         """The name by which PEFT knows layers that it must dequantize (for DoRA's norms)."""
         return self.weight

@@ -136,11 +136,6 @@ class Quantizer:
         packing = "" if self.settings.is_compute else stored.packing
         return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
 
-    def store(self, module: nn.Module) -> Stored8:
-        """The 8-bit weight of a layer that was rounded here, without a copy; the inverse of take."""
-        assert isinstance(module, FrozenLinear8)
-        return Stored8(module.weight.detach(), module.scale, module.rotation_block)
-
     def close(self, model: nn.Module) -> QuantizeReport:
         """Report on the whole model. Raises: ValueError if the family leaves nothing to quantize."""
         groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import stat
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,11 +85,11 @@ def tensors_as_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what writers that were killed have left in a folder. Nobody may be writing there now."""
+def remove_leftovers(folder: Path, min_age_s: float = -math.inf) -> None:
+    """Delete what writers that were killed have left in a folder. Whoever is writing there has younger files."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _TEMPORARY.fullmatch(path.name):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if _TEMPORARY.fullmatch(path.name) and time.time() - path.stat().st_mtime > min_age_s:
                 path.unlink()
 
 

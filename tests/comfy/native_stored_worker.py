@@ -177,7 +177,8 @@ class StoredBench(Bench):
             assert all(each.scheme == "stored" for each in kept)
             tensors = dict(model.named_parameters()) | dict(model.named_buffers())
             self.held_bytes = sum(each.nbytes for name, each in tensors.items() if not is_lora_name(name))
-            found.extend(f"{each.packing} {each.weight.dtype} {each.rotation_block}" for each in kept)
+            rotations = [0 if each.rotation is None else len(each.rotation) for each in kept]
+            found.extend(f"{e.packing} {e.weight.dtype} {turn}" for e, turn in zip(kept, rotations, strict=True))
             dtypes = {p.dtype for n, p in model.named_parameters() if is_lora_name(n)}
             assert dtypes == {torch.float32}, dtypes
 

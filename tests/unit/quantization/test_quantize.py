@@ -191,7 +191,7 @@ def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
         rotated = Stored8(torch.zeros(96, 64, dtype=settings.stored_dtype), rows, rotation=64)
         if settings.scheme == "int8-compute":
             taken = quantizer.take("first", Net().first, rotated, torch.float32)
-            assert taken.rotation_block == 64 and taken.weight.data_ptr() == rotated.weight.data_ptr()
+            assert len(taken.rotation) == 64 and taken.weight.data_ptr() == rotated.weight.data_ptr()
         else:
             with pytest.raises(ValueError, match=f"first is stored rotated, which {settings.scheme} cannot"):
                 quantizer.take("first", Net().first, rotated, torch.float32)
