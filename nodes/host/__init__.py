@@ -108,8 +108,7 @@ def training_allowed() -> Iterator[None]:
 
 
 def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
-    """A file as ComfyUI's own model. Raises: ValueError for one that cannot be trained; RuntimeError for a ComfyUI that
-    has changed what that relies on."""
+    """A file as ComfyUI's model. Raises: ValueError for one that cannot be trained; RuntimeError as compat.check."""
     from .native import source
 
     compat.check("training")
@@ -118,8 +117,7 @@ def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
 
 @contextmanager
 def native_model(model: ModelConfig, info: CheckpointInfo | None = None) -> Iterator[CheckpointInfo]:
-    """Inside, ComfyUI is ready to train its own model, which is given. info: the model, if it was read already.
-    Raises: as read_native and native_training."""
+    """Inside, ComfyUI is ready to train its own model, which is given. info: of it, if it was read already."""
     from .native.model import native_training
 
     with native_training():

@@ -1,6 +1,5 @@
 """How this pack's forwards stay outside of ComfyUI's compiler. Since 0.35 it records what a forward allocates and
-captures blocks as CUDA graphs, for one thread, stream and card (docs/internals/upstream_facts.md). Two switches of the
-process say whether, whenever a forward begins. While one of ours computes, nobody else's forward is recorded."""
+captures blocks as CUDA graphs, for one thread, stream and card (docs/internals/upstream_facts.md)."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ def readable_path(name: str, what: str) -> Path:
 
 
 def find_component(kind: str, name: str) -> str:
-    """Path of a VAE or text encoder: a name inside models/<kind>, or a full path; "" stays "". Raises: ValueError if
-    there is nothing of that name, or nodes may not read it."""
+    """Path of a VAE or text encoder by its name inside models/<kind>, or full path; "" stays "". Raises: ValueError."""
     if not (name := name.strip()):
         return ""
     is_name, bases = not _expanded(name, kind).is_absolute(), folder_paths.get_folder_paths(kind)
@@ -81,8 +80,7 @@ def list_components(kind: str) -> list[str]:
 
 
 def list_input_folders() -> list[str]:
-    """Folders that datasets may be in: in ComfyUI's input folder, two deep, and those the user allows. They have files,
-    or folders with files."""
+    """Folders with files, or folders with files: in ComfyUI's input folder, two deep, and those the user allows."""
     base, allowed = Path(folder_paths.get_input_directory()), list[Path]()
     with suppress(ValueError):  # reading a folder says so
         allowed = list(map(Path, _allowed("folders")))
@@ -223,9 +221,8 @@ def _diffusers_folders() -> dict[str, str]:
 
 
 def settings_file() -> Path:
-    """Where the user allows folders, and hosts under which a browser may ask (runs/guard.py); it need not exist.
-    ComfyUI's own web interface writes in sub-folders only."""
-    return Path(folder_paths.get_user_directory()) / "devicebridge.toml"
+    """Where the user allows folders, and hosts under which a browser may ask (runs/guard.py); it need not exist."""
+    return Path(folder_paths.get_user_directory()) / "devicebridge.toml"  # ComfyUI's page writes in sub-folders only
 
 
 def memory_folder() -> Path:
@@ -308,8 +305,7 @@ def _entries(folder: Path, ask: Callable[[], None]) -> Iterator[Path]:
 
 
 def state_of(place: Path, ask: Callable[[], None] = go_on) -> list[tuple[str, int, int]]:
-    """Equal while a file, or the files of a folder and of its folders, are the same: names, bytes, times of change.
-    Raises: ValueError for a folder of far more than a dataset."""
+    """Equal while a file, or the files of a folder and of its folders, are the same. Raises: ValueError as _entries."""
     files = filter(Path.is_file, _entries(place, ask) if place.is_dir() else (place,))
     found = ((each.relative_to(place).as_posix(), each.stat()) for each in files)
     return [(name, status.st_size, status.st_mtime_ns) for name, status in found]

@@ -1,5 +1,4 @@
-"""What ComfyUI's own conditioning nodes make of files: each way of families/comfy/conditions.py calls its nodes, as a
-workflow does, with the stock CLIP, VAE and CLIP vision."""
+"""What ComfyUI's nodes make of files: each way of families/comfy/conditions.py calls its nodes, as workflows do."""
 
 from __future__ import annotations
 

@@ -60,12 +60,7 @@ class ComfySteps:
 
 
 def decoded(
-    path: Path,
-    drawn: Sequence[Tensor],
-    place_for: Callable[[int], torch.device],
-    form: Any,
-    *,
-    has_sequence: bool,
+    path: Path, drawn: Sequence[Tensor], place_for: Callable[[int], torch.device], form: Any, *, has_sequence: bool
 ) -> Iterator[Tensor]:
     """See HostModel.decode of families/spec.py. form: ComfyUI's latent format of the model that draws."""
     from comfy.model_management import InterruptProcessingException, interrupt_current_processing

@@ -31,9 +31,8 @@ _VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of it
 
 
 def with_files(job: JobConfig) -> JobConfig:
-    """The job with full paths in the place of names. Reads headers only.
-    Raises: ValueError for a name that is in none of ComfyUI's folders, a file that is cut short, a type that ComfyUI
-    does not know, or encoders without a name."""
+    """The job with full paths in the place of names. Reads headers only. Raises: ValueError for a name that is in none
+    of ComfyUI's folders, a file that is cut short, a type that ComfyUI does not know, or encoders without a name."""
     model, cache = job.model, job.cache
     if model.family == COMFYUI:
         model = replace(model, path=str(_find("model.path", model.path, "diffusion_models", "checkpoints")))
@@ -90,8 +89,7 @@ def _own(key: str, what: str, path: str, is_there: bool) -> str:
 
 
 def ask_comfyui(path: Path | str, what: str, call: Callable[[], Any]) -> Any:
-    """What ComfyUI's code makes of a file, whose tensors it takes for granted. Raises: ValueError for one that lacks
-    some."""
+    """What ComfyUI's code makes of a file, whose tensors it takes for granted. Raises: ValueError if it lacks some."""
     try:
         return call()
     except torch.cuda.OutOfMemoryError:

@@ -47,9 +47,8 @@ _OF_DIFFUSERS = {
 def map_lora(
     base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = (), renames: Sequence[Rename] = ()
 ) -> tuple[Any, list[str]]:
-    """What ComfyUI's loader makes of a file: adapters by place, and names that it does not map.
-    encoders: CLIPs beside the model, such as "clip_l". renames: diffusers' names, which the loader may not know.
-    Raises: ValueError for a layer that is there twice."""
+    """What ComfyUI's loader makes of a file: adapters by place, and names that it does not map. encoders: such as
+    "clip_l". renames: diffusers' names, which the loader may not know. Raises: ValueError for a layer there twice."""
     import comfy.lora
     import comfy.lora_convert
 
@@ -77,8 +76,7 @@ def map_lora(
 
 
 def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()) -> dict[str, dict[str, Tensor]]:
-    """See HostModel.read_lora. Raises: as map_lora; ValueError for a tensor that ComfyUI does not map, or an adapter
-    that is not trained here."""
+    """See HostModel.read_lora. Raises: as map_lora; ValueError for what ComfyUI does not map or is not trained here."""
     renames = _OF_DIFFUSERS.get(type(base.diffusion_model).__name__, ())
     found, unread = map_lora(base, tensors, encoders, renames)
     if unread:

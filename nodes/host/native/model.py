@@ -130,8 +130,7 @@ class ComfyModel:
     def predict(
         self, model: nn.Module, noisy: Tensor, sigmas: Tensor, given: Mapping[str, Tensor], guidance: float | None
     ) -> Tensor:
-        """Raises: RuntimeError outside of native_training; ValueError for options that differ in one batch, or are read
-        of its first sample alone."""
+        """Raises: RuntimeError outside of native_training; ValueError for options that one batch cannot have."""
         import comfy.model_management
 
         if not comfy.model_management.in_training:
@@ -271,8 +270,8 @@ class _Said(dict[str, Any]):
 
 
 def _check_known(model: nn.Module, row: NativeModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of a forward by what was derived. Raises: ValueError for inputs with which that was not proved, and RowsError
-    where devices share out its rows, with those of these inputs."""
+    """Raises: ValueError for inputs with which what was derived was not proved; RowsError where devices share out rows,
+    with those of these inputs."""
     parallel = HERE.parallel if row.derived_rows else None
     if parallel is None and not row.trained_inputs:
         return
@@ -325,8 +324,7 @@ def plain_attention(attention: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _named_attention(*args: Any, has_options: bool = False, **kwargs: Any) -> Tensor:
-    """The same for what classes call by name; where they hand options on, it leads to the one above.
-    To the keys of all devices that share out the rows of this forward, once per attention."""
+    """The same for what classes call by name; where they hand options on, it leads to the one above."""
     from comfy.ldm.modules.attention import attention_pytorch
 
     parallel = HERE.parallel
@@ -416,8 +414,7 @@ def plain_operations() -> Any:
 
 @contextmanager
 def native_training() -> Iterator[None]:
-    """Inside, ComfyUI's models compute what has a backward. Raises: ValueError for a ComfyUI that was started with an
-    attention that has none."""
+    """Inside, ComfyUI's models compute what has a backward. Raises: ValueError for a start with attention of none."""
     import comfy.model_management as management
     import comfy_kitchen
     from comfy.ldm.modules import attention

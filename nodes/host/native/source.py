@@ -72,8 +72,7 @@ def path_of_model(model: Any) -> Path:
 
 
 def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
-    """What ComfyUI finds in a file.
-    dtype: that the model will compute in, such as "bfloat16". like: the stock MODEL that was loaded from the file.
+    """What ComfyUI finds in a file. dtype: that the model will compute in. like: the stock MODEL that was loaded of it.
     Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here."""
     header = read_header(path, is_model=True)
     everything = header.records()
@@ -143,8 +142,7 @@ def _detect(path: Path, names: dict[str, Tensor], prefix: str, metadata: dict[st
 
 
 def trained_row(row: NativeModel) -> NativeModel:
-    """The row as training goes by it: blocks that follow others (VACE's) stay on the main device and get no LoRA, since
-    what they compute depends on no block before them."""
+    """The row as training goes by it: blocks that follow others (VACE's) stay on the main device and get no LoRA."""
     if row.forgets_if_patched:  # so nothing of one microbatch is there for the next
         row = replace(row, is_sequential=False)
     if not row.follows:
@@ -323,9 +321,8 @@ def _needs(base: Any, beside: int) -> tuple[str, ...]:
 
 
 def _concat_needs(base: Any) -> tuple[str, ...]:
-    """Options without which its concat_cond fills these channels as if there were no picture.
-    A mask counts where the picture is not read without one. Alone it may be left out: without one Cosmos-Predict2 and
-    Kandinsky 5 make a video of text."""
+    """Options without which its concat_cond fills these channels as if there were no picture. A mask counts where the
+    picture is not read without one; without either Cosmos-Predict2 and Kandinsky 5 make a video of text."""
     one = torch.ones(_some_latents(base))
     image, mask = {"concat_latent_image": one}, {"concat_mask": one[:, :1] / 2}
 
@@ -378,8 +375,7 @@ _Row = tuple[str, int]  # a tensor of the file and a row of it
 
 def follow(config: Any, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord | None]:
     """The records under the names that the loader of this config gives them; None for what it makes in another way.
-    It makes some of rows of one of the file's. Nothing says which, so it is asked with a random number for each row.
-    Arithmetic would make other numbers of these, which stand for no row."""
+    It makes some of rows of one of the file's. Nothing says which, so it is asked with a random number for each row."""
     given = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
     by_id = {id(tensor): records[name] for name, tensor in given.items()}
     made = config.process_unet_state_dict(dict(given))

@@ -1,6 +1,5 @@
-"""CLIP text encoders that are trained: the stock CLIP's own modules, called as CLIPTextEncode does, with gradients.
-They become a child of the diffusion model, TEXT_ENCODERS, so that their LoRA is part of its LoRA. They compute in
-float32, as the stock CLIP does whatever type its weights have."""
+"""CLIP text encoders that are trained: the stock CLIP's own modules, called as CLIPTextEncode does, with gradients. As
+a child of the diffusion model, TEXT_ENCODERS, they have their LoRA in its own. They compute in float32, as stock."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def class_of_clip(config: Any) -> str:
 
 
 def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) -> None:
-    """Raises: ValueError for a stock CLIP of another class than the model is given the text of; where it is not
-    trained, only for one of PARTS."""
+    """Raises: ValueError for a stock CLIP of another class than is wanted; if it is not trained, only for PARTS."""
     found = type(clip.stock.cond_stage_model).__name__
     if found != wanted and (is_trained or found in PARTS):
         raise ValueError(

@@ -1,7 +1,6 @@
 """What other nodes attached to a split MODEL: seen where transformer_options bring it, and unseen inside the modules.
 
-Any may keep state, so forwards are not interleaved beside it. Patches get their tensors on the main card, where their
-own are; block replacements run on the block's card. What either writes is carried back (parallel/local/borrow.py).
+Any may keep state, so forwards are not interleaved beside it. What it writes is carried back (parallel/local/borrow).
 """
 
 from __future__ import annotations
@@ -94,11 +93,6 @@ def seen_attachments(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def has_patches(options: Mapping[str, Any]) -> bool:
-    """Whether other code may run between or inside blocks."""
-    return any(any(options.get(name, {}).values()) for name in _SEEN_ENTRIES)
-
-
 def holds_tensors(function: Any) -> bool:
     """Whether a function captured tensors, which lie on the main card."""
     return any(isinstance(part, (torch.Tensor, nn.Module)) for part in reachable(function))
@@ -147,27 +141,14 @@ def reasons_against_overlap(
 
 
 def foreign_attention(function: Any) -> str:
-    """Whose code this is; "" for None and for ComfyUI's own attention, or what only chooses one: those compute each
-    head and each query by itself."""
-    if function is None:
-        return ""
-    # What holds anything else may change, so it is looked at anew.
-    name = function.__name__ if isinstance(function, types.FunctionType) else ""
-    is_of_module = name and getattr(sys.modules.get(code_of(function)), name, None) is function
-    return (_known_attention if is_of_module else _foreign_attention)(function)
-
-
-def _foreign_attention(function: Any) -> str:
+    """Whose code this is; "" for None and for ComfyUI's own, which computes each head and each query by itself."""
     parts = [code_of(part) for part in reachable(function) if callable(part) and not isinstance(part, type)]
     return min((code for code in parts if not code.startswith("comfy.")), key=__name__.__eq__, default="")  # ours last
 
 
-_known_attention = functools.lru_cache(maxsize=32)(_foreign_attention)
-
-
 @functools.lru_cache(maxsize=128)
 def _node_file(path: str) -> str:
-    """The name of a file of ComfyUI's own nodes; "" for any other. Kept, as each forward asks for it."""
+    """The name of a file of ComfyUI's own nodes; "" for any other."""
     found, code = Path(path).resolve(), Path(model_management.__file__).resolve().parent.parent
     return found.name if found.parent == code / "comfy_extras" else ""
 
@@ -222,8 +203,7 @@ def package_of(kind: type) -> str:
 
 
 def attention_of(model: nn.Module, *, is_wide: bool = False) -> dict[tuple[Any, str], Any]:
-    """What this class's modules call attention, by the module of Python and the name there. is_wide: also in modules
-    that have no class of it, such as comfy.ldm.flux.math."""
+    """What this class's modules call attention, by Python's module and name. is_wide: also comfy.ldm.flux.math, say."""
     named = set(sys.modules) if is_wide else {type(each).__module__ for each in model.modules()}
     packages = ("comfy.ldm.", package_of(type(model)))
     modules = [sys.modules[name] for name in sorted(named) if f"{name}.".startswith(packages) and name in sys.modules]
@@ -233,8 +213,7 @@ def attention_of(model: nn.Module, *, is_wide: bool = False) -> dict[tuple[Any, 
 @contextmanager
 def led_by_name(model: nn.Module, plan: TokenPlan | None = None) -> Iterator[None]:
     """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any;
-    a no-op for a plan whose blocks pass options, which lead to it.
-    The last one of several inside puts ComfyUI's functions back, but where other code has set its own."""
+    a no-op for a plan whose blocks pass options, which lead to it. The last to leave puts ComfyUI's functions back."""
     places = [] if plan is not None and plan.passes_options else list(attention_of(model))
     with _LEADING:
         for module, name in places:

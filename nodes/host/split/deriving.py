@@ -54,8 +54,7 @@ _OF_LAYERS |= frozenset(("kernel_size", "stride", "padding", "dilation", "groups
 
 @dataclass(frozen=True)
 class Cards:
-    """The copies of a model that compute together. forwards: the class's own innermost forward of each copy. lists: of
-    blocks. devices, send: as of a TokenParallel."""
+    """Copies of a model that compute together. forwards: the class's innermost ones. send: as of a TokenParallel."""
 
     models: Sequence[nn.Module]
     forwards: Sequence[Callable[..., Any]]
@@ -183,9 +182,8 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
 
 
 def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
-    """Whole forwards of several sizes, and what they show; in float32 if the class can, as halves hide faults.
-    The layers of the cards cast their weights from then on.
-    Raises: RowsError where the class computes none of the sizes, or draws or remembers something."""
+    """Whole forwards of several sizes, and what they show; in float32 if the class can, as halves hide faults. Layers
+    cast their weights from then on. Raises: RowsError where it computes no size, or draws or remembers something."""
     inputs, reasons = ShownInputs(given), list[str]()
     has_8_bits = any(getattr(each, "layout_type", None) for each in cards.models[0].modules())
     is_rounded = has_8_bits or any(each.dtype in HALVES for each in tensors_reached(dict(given)))
@@ -282,8 +280,7 @@ def _source(modules: Collection[str]) -> str:
 
 
 def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
-    """The row with what was derived and proved on this machine, gradients among it: the blocks of a class that nobody
-    has described, and where tokens are, unless a plan is written."""
+    """The row with the blocks and tokens that were derived and proved on this machine, gradients among it."""
     rows = rows_of(model)
     if row.is_derived and (trained := rows.trained.read()):
         proved = {kind: each for kind, each in trained.items() if not each.refused}

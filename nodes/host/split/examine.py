@@ -64,7 +64,7 @@ class _Seen(Exception):
 
 def examine(path: Path) -> str:
     """The rows of the class of this file, in the words of families/comfy; what was proved is kept for splits and jobs.
-    Raises: ValueError or RuntimeError for a file that ComfyUI does not know, or whose class cannot be looked at."""
+    Raises: ValueError or RuntimeError."""
     model = load_split_model(path, "default", None)
     root = model.model.diffusion_model
     layout, name = layout_of(root), type(root).__name__
@@ -99,8 +99,7 @@ def examine(path: Path) -> str:
 
 
 def _verdicts(model: Any, layout: NativeModel) -> tuple[dict[str, Verdict], dict[str, Blocks]]:
-    """Of tokens by signature of inputs, and of trainings by kind of inputs, for a class that nobody has described.
-    model: a MODEL that is nowhere loaded. Raises: the first forward's error if all failed."""
+    """Of tokens by signature of inputs, and of trainings by kind. Raises: the first forward's error if all failed."""
     root: nn.Module = model.model.diffusion_model
     innermost, copy, usual = Innermost(root), copy_structure(root)[0], usual_text(root)
     widths = {each: usual[each].shape[-1] if each in usual else made_up for each, made_up in _MADE_UP.items()}
@@ -155,8 +154,7 @@ def _load_as(copied: nn.Module, loaded: nn.Module) -> None:
 
 
 def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, mask: Sequence[int], frames: int) -> None:
-    """One step of ComfyUI's sampler, whose forward is looked at. A layer that is given a made-up width says which it
-    reads, and widths become those."""
+    """One step of ComfyUI's sampler. A layer that is given a made-up width says which it reads; widths become those."""
     form, root, hooks = model.model.latent_format, model.model.diffusion_model, HookSet()
     cells = {1: (_SIDE * _SIDE,), 2: (_SIDE, _SIDE), 3: (frames, _SIDE, _SIDE)}[form.latent_dimensions]
     latent = torch.zeros(1, form.latent_channels, *cells)

@@ -76,8 +76,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
 
 
 def load_split_model(path: Path, weight_dtype: str, place: SplitRequest | torch.device | None) -> Any:
-    """Load a diffusion model file as a MODEL that never exists unsplit, or whole on a device; None: on ComfyUI's.
-    Raises: ValueError or RuntimeError as split_model; RuntimeError from ComfyUI for a file it does not know."""
+    """A file as a MODEL that never exists unsplit, or whole on a device; None: on ComfyUI's. Raises: as split_model."""
     device = place.devices[0] if isinstance(place, SplitRequest) else place
     options = _WEIGHT_DTYPES[weight_dtype] | ({"load_device": device} if device is not None else {})
     model = comfy.sd.load_diffusion_model(str(path), model_options=options)

@@ -35,7 +35,6 @@ Origin = Callable[[str], torch.Tensor | None]
 
 def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
     """New modules and Parameters over the same storages, without load state; the model must not be loaded anywhere.
-    Other attributes are copied; bound methods among them follow their module.
     Raises: RuntimeError for a module with what cannot be copied; ValueError for a function that captured a layer."""
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
     memo: dict[int, Any] = {id(each): nn.Parameter(alias(each), requires_grad=False) for each in model.parameters()}

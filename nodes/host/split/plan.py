@@ -89,8 +89,7 @@ class SplitRequest:
 
 
 def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], instead: str) -> None:
-    """Name devices that would hold more of these bytes of weights than they may. Raises: ValueError for any with
-    offload off. instead: what works then."""
+    """Name devices that would hold more bytes than they may. Raises: ValueError with offload off, and instead."""
     budgets = request.card_budgets()
     said = "{} would hold {:.2f} GB of weights and may hold {:.2f} GB"
     over = [said.format(at, size / GB, budgets[at] / GB) for at, size in sizes.items() if size > budgets[at]]

@@ -159,8 +159,7 @@ def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, A
 
 
 def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What compute() gives, after a comparison with the plainest way: the same bits, or within the `tolerance` of the
-    executor. Raises: RuntimeError that says what differs."""
+    """What compute() gives, after a comparison with the plainest way. Raises: RuntimeError that says what differs."""
     model, bound = tree.diffusion_model, tree.executor.tolerance
 
     def remembered() -> dict[str, Any]:

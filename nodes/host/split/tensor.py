@@ -22,15 +22,7 @@ from torch import nn
 
 from ....families.tensor_plan import Shares, TensorPlan
 from ....parallel.block_lists import execution_order
-from ....parallel.local.shards import (
-    BlockShard,
-    JoinedSlices,
-    Slice,
-    divide_block,
-    find_plan,
-    plain_parts,
-    shares_of,
-)
+from ....parallel.local.shards import BlockShard, JoinedSlices, Slice, divide_block, find_plan, plain_parts, shares_of
 from ....parallel.local.tensor_parallel import TensorParallel
 from .attachments import KEY, ROOT, attention_of, check_divisible, is_options
 from .model_copy import Origin, copy_structure, reachable
@@ -223,8 +215,7 @@ class TensorExecutor(Executor):
 
 
 def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> Any:
-    """A LoRA of one weight as that of its slice: one factor keeps all of it. None for any other patch, also for a LoRA
-    that does not fit the weight: ComfyUI says so of the whole, and leaves it alone."""
+    """A LoRA of one weight as that of its slice; None for any other patch, and for a LoRA that does not fit."""
     strength, adapter, strength_model, offset, function = patch
     if type(adapter) is not LoRAAdapter or function is not None or strength_model != 1.0:
         return None
@@ -252,8 +243,7 @@ def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> Any:
 
 
 class SlicedPatch(WeightAdapterBase):
-    """All patches of one weight, of which a card holds a slice. ComfyUI may make another one with its tensors moved.
-    loaded_keys: empty. weights: the patches in ComfyUI's form, the whole weight, and the slice."""
+    """All patches of one weight, of which a card holds a slice. weights: ComfyUI's patches, the whole, the slice."""
 
     name = "devicebridge_slice"
 
@@ -286,7 +276,7 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
 
 def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | None:
     """Where a layer's weights lie on the card; None unless all are there and used as they are. Under DynamicVRAM a
-    weight is there if ComfyUI would not fetch it before the next use. It is asked before every replay."""
+    weight is there if ComfyUI would not fetch it before the next use."""
     found: list[int] = []
     pinned: list[Any] = []  # what DynamicVRAM may not take away until all is found
     left: list[nn.Module | None] = [layer]

@@ -41,17 +41,7 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
-from .attachments import (
-    NO_PREFETCH,
-    OVERRIDE,
-    ROOT,
-    attention_of,
-    check_runnable,
-    has_patches,
-    led_by_name,
-    override_of,
-    package_of,
-)
+from .attachments import NO_PREFETCH, OVERRIDE, ROOT, attention_of, check_runnable, led_by_name, override_of, package_of
 from .deriving import Cards, Deriving, rows_of
 from .model_copy import RUNTIME_STATE, Origin, alias, copy_structure
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
@@ -250,8 +240,7 @@ class TokensExecutor(Executor):
                     yield f"a function of {code} on a weight"
 
     def _other_numbers(self, patcher: Any) -> Iterator[str]:
-        """Weights and buffers whose numbers before any LoRA (ComfyUI keeps a backup) are not another card's, by a
-        hundred of their bytes."""
+        """Weights and buffers whose numbers before any LoRA are not another card's, by a hundred of their bytes."""
         of_each = []
         for model, owner in zip(self._models, (patcher, *patcher.companions), strict=True):
             backup = {key: weight for key, (weight, _) in owner.hook_backup.items()}
@@ -376,12 +365,13 @@ class TokensExecutor(Executor):
         return {**given, OPTIONS: {**options, "patches_replace": patches}}
 
     def _compute_by(self, own: Callable[..., Any], plan: TokenPlan, given: Mapping[str, Any]) -> Any:
-        rows, replays = self._attach(plan), None
-        if self.graphs is not None and self.graphs.may_replay and not has_patches(given.get(OPTIONS) or {}):
+        rows, replays, options = self._attach(plan), None, given.get(OPTIONS) or {}
+        is_patched = any(any(options.get(name, {}).values()) for name in ("patches", "patches_replace"))
+        if self.graphs is not None and self.graphs.may_replay and not is_patched:
             functions = tuple(getattr(module, name, None) for module, name in self._attention)
             groups = self._plan.replayed_groups if self._plan.replayed_groups != rows.groups else 0
             replays = Replays(self.graphs, (rows, rows.groups, rows.exchange, functions), groups)
-        attend = self._override(rows, (given.get(OPTIONS) or {}).get(OVERRIDE)) if plan.passes_options else None
+        attend = self._override(rows, options.get(OVERRIDE)) if plan.passes_options else None
         of_ranks = ((each, self._given(rank, given)) for rank, each in enumerate(self._forwards(own)))
         calls = [functools.partial(self._run, rows, attend, *each) for each in of_ranks]
         with led_by_name(self._models[0], plan):
