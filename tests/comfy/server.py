@@ -114,10 +114,7 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
     for name in ("custom_nodes", "models", "input", "output", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
     allow_folders(base / "user", base.parent, Path("/nowhere"))
-    packs = {
-        "devicebridge": ROOT,
-        **{name: ROOT / "tests" / "comfy" / name for name in ("stock_nodes", "watching")},
-    }
+    packs = {"devicebridge": ROOT, **{name: ROOT / "tests" / "comfy" / name for name in ("stock_nodes", "watching")}}
     for name, folder in packs.items():
         if not (base / "custom_nodes" / name).exists():  # a second server of these folders finds them there
             (base / "custom_nodes" / name).symlink_to(folder)

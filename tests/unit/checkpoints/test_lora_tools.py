@@ -336,10 +336,7 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
         "by 0": (["scale", good, "--by", 0, *out], (str(good),)),
         "there already": (["scale", good, "--by", 2, "-o", good], (str(good),)),
         "ending": (["scale", good, "--by", 2, "-o", tmp_path / "a.pt"], ("a.pt", ".safetensors")),
-        "a base of zeros": (
-            ["resize", files["dora"], "--rank", 2, "--base", zeros, *out],
-            (str(zeros), X),
-        ),
+        "a base of zeros": (["resize", files["dora"], "--rank", 2, "--base", zeros, *out], (str(zeros), X)),
         "no rank": (["resize", good, *out], (str(good), "--rank")),
         "not known": (["convert", files["other"], "--to", "diffusers", *out], (str(files["other"]), "elsewhere")),
         "no known size": (["convert", good, "--to", "diffusers", *out], (str(good), "Wan", "--family")),

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import tomlkit
-from devicebridge.config.job import (
-    differing_keys,
-    job_to_dict,
-    load_job,
-    make_job,
-    save_for_process,
-    save_job,
-)
+from devicebridge.config.job import differing_keys, job_to_dict, load_job, make_job, save_for_process, save_job
 from devicebridge.config.ranges import BACKSLASHES
 
 MINIMAL = {

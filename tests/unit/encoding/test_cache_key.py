@@ -19,13 +19,7 @@ from devicebridge.data.samples import Condition
 from devicebridge.encoding import key as key_module
 from devicebridge.encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts, ComfyTokens
 from devicebridge.encoding.encode import fill
-from devicebridge.encoding.key import (
-    comfy_latent_key,
-    comfy_text_key,
-    content_key,
-    latent_key,
-    text_key,
-)
+from devicebridge.encoding.key import comfy_latent_key, comfy_text_key, content_key, latent_key, text_key
 from devicebridge.encoding.sources import FolderTexts
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import FAMILIES

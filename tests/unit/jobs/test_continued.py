@@ -195,10 +195,7 @@ def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path, 
 
 @pytest.mark.parametrize(
     "sections",
-    [
-        {"lora": {"dropout": 0.3}},
-        {"lora": {"targets": ["*time_embedder*", "*to_q"]}},
-    ],
+    [{"lora": {"dropout": 0.3}}, {"lora": {"targets": ["*time_embedder*", "*to_q"]}}],
     ids=["draws on the cards", "layers that all blocks read"],
 )
 def test_other_bits_on_other_cards_are_refused_until_they_are_asked_for(tmp_path, sections):

@@ -47,8 +47,7 @@ def test_steps_of_the_split_trainer_are_those_of_a_plain_loop(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[] if each == "flux2" else pytest.mark.long) for each in sorted(FAMILIES)],
+    "name", [pytest.param(each, marks=[] if each == "flux2" else pytest.mark.long) for each in sorted(FAMILIES)]
 )
 def test_stopped_and_resumed_equals_uninterrupted(name, tmp_path):
     straight = run_job(make_tiny_job(tmp_path, name, lora={"dropout": 0.3}, output={"folder": str(tmp_path / "a")}))

@@ -14,13 +14,7 @@ from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.resolve import Machine, preview_model
 from devicebridge.planning import cards as planned_cards
 from devicebridge.quantization import kernel_choice
-from devicebridge.quantization.quantize import (
-    SCHEMES,
-    Quantizer,
-    QuantizeSettings,
-    refusal,
-    sort_modules,
-)
+from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, refusal, sort_modules
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from safetensors.torch import load_file, save_file
 

@@ -11,14 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from devicebridge.quantization import eight_bit, eight_bit_kernels, kernel_choice
-from devicebridge.quantization.eight_bit import (
-    ROTATIONS,
-    grad_input8,
-    linear8,
-    make_rotation,
-    quantize_rows,
-    rotate,
-)
+from devicebridge.quantization.eight_bit import ROTATIONS, grad_input8, linear8, make_rotation, quantize_rows, rotate
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.kernel_choice import KernelChoice, using_kernels
 from devicebridge.tests.noise import decibels, gradient
