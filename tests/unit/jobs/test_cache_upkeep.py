@@ -161,10 +161,8 @@ def test_an_edited_caption_or_image_is_one_entry_and_a_renamed_file_none(job, tm
     data.rename(tmp_path / "data2")
     moved = _save_job(tmp_path, "moved", data={"folders": [{"path": str(tmp_path / "data2")}], "resolutions": [32]})
     shutil.move(tmp_path / "model", tmp_path / "model2")
-    Path(moved).write_text(
-        Path(moved).read_text(encoding="utf-8").replace(str(tmp_path / "model"), str(tmp_path / "model2")),
-        encoding="utf-8",
-    )
+    text = Path(moved).read_text(encoding="utf-8").replace(str(tmp_path / "model"), str(tmp_path / "model2"))
+    Path(moved).write_text(text, encoding="utf-8")
     assert main(["cache", moved]) == 0 and _counts(calls) == (0, 0)
     Image.new("RGB", (40, 40), "red").save(tmp_path / "data2" / "renamed.png")
     assert main(["cache", moved]) == 0 and _counts(calls) == (0, 1)
@@ -176,26 +174,16 @@ def test_an_empty_caption_file_is_named_and_all_is_computed(job, tmp_path, caplo
     assert "1 of 5 caption files are empty" in caplog.text and str(tmp_path / "data" / "image_2.txt") in caplog.text
 
 
-@contextlib.contextmanager
-def _disk(folder, *options):
-    """A small file system of its own at this folder."""
-    folder.mkdir(exist_ok=True)
-    mount = shutil.which("mount")
-    if mount is None or subprocess.run([mount, *options, str(folder)], capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="this system has no read-only folders")
 def test_a_read_only_cache_is_named_where_something_is_missing_and_else_works(job, tmp_path, capsys, calls):
     main(["cache", job])
     _counts(calls)
     with contextlib.ExitStack() as stack:
         if os.geteuid() == 0:  # whom permissions do not keep from writing
-            stack.enter_context(_disk(tmp_path / "cache", "--bind", "-o", "ro", str(tmp_path / "cache")))
+            mount = ["mount", "--bind", "-o", "ro", *[str(tmp_path / "cache")] * 2]
+            if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+                pytest.skip("needs the right to mount a file system")
+            stack.callback(subprocess.run, ["umount", mount[-1]], check=True)
         else:
             for folder in (tmp_path / "cache", *(tmp_path / "cache").glob("*/")):
                 stack.callback(folder.chmod, folder.stat().st_mode)

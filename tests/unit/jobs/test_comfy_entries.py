@@ -97,20 +97,14 @@ def test_batches_are_what_comfyuis_model_gets(filled):
     assert torch.equal(batch.latents[0, :, 0], raw)
 
 
-@pytest.mark.parametrize(("family", "shape"), [("flux1", (4, 8, 12)), ("wan", (16, 2, 4, 6))])
-def test_each_family_reads_its_latents(family, shape):
-    comfy = find_family(family).comfy
-    samples = torch.randn(shape)
-    found = read_latents(comfy, {"samples": samples})
-    if family == "flux1":
-        assert torch.equal(found, ((samples - 0.1159) * 0.3611)[:, None])
-        text = read_text(comfy, {"cond": torch.ones(5, 8), "pooled_output": torch.ones(3)})
-        assert {name: tuple(value.shape) for name, value in text.items()} == {
-            "prompt_embeds": (5, 8),
-            "pooled_prompt_embeds": (3,),
-        }
-    else:
-        assert torch.allclose(found[3], (samples[3] - 0.1075) / 2.6558)
+def test_each_family_reads_its_latents():
+    flux1, wan = find_family("flux1").comfy, find_family("wan").comfy
+    image, clip = torch.randn(4, 8, 12), torch.randn(16, 2, 4, 6)
+    assert torch.equal(read_latents(flux1, {"samples": image}), ((image - 0.1159) * 0.3611)[:, None])
+    text = read_text(flux1, {"cond": torch.ones(5, 8), "pooled_output": torch.ones(3)})
+    shapes = {"prompt_embeds": (5, 8), "pooled_prompt_embeds": (3,)}
+    assert {name: value.shape for name, value in text.items()} == shapes
+    assert torch.allclose(read_latents(wan, {"samples": clip})[3], (clip[3] - 0.1075) / 2.6558)
 
 
 def test_without_comfyui_the_job_trains_on_what_is_there_and_says_so(filled):

@@ -21,7 +21,7 @@ from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.parallel.runner import MicroBatch
 from devicebridge.parallel.transfer import module_with_streams
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_steps
+from devicebridge.tests.tiny_pipeline import make_cards_job, run_steps
 from devicebridge.training import loop
 from devicebridge.training.optimizer import LossScale
 
@@ -31,18 +31,13 @@ TWO = {"devices": ["lazy:0", "lazy:1"]}
 
 def _job(tmp_path: Path, run: str, dtype: str = "bfloat16", **sections: Any) -> Any:
     values: dict[str, Any] = {
-        "model": {"path": str(tmp_path / "model"), "dtype": dtype},
-        "split": {"devices": ["lazy:0"]},
-        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "model": {"dtype": dtype}, "lora": {}, "split": {"devices": ["lazy:0"]}, "parallel": {"strategy": "none"},
         "train": {"steps": 1, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3, "clip_norm": 0},
-        "optimizer": {"name": "torch.optim.SGD", "learning_rate": 1.0},
-        "parallel": {"strategy": "none"},
-        "evaluation": {"folder": ""},
+        "optimizer": {"name": "torch.optim.SGD", "learning_rate": 1.0}, "evaluation": {"folder": ""},
         # Diffusers rounds timesteps to the model's type, and this one is the same in all.
         "objective": {"lowest_noise": 0.49999, "highest_noise": 0.50001},
-        "output": {"folder": str(tmp_path / run), "save_every_steps": 0},
-    }
-    return make_tiny_job(tmp_path, **{**values, **sections})
+    }  # fmt: skip
+    return make_cards_job(tmp_path, run, **{**values, **sections})
 
 
 def _run(job: Any, count: int = 0, **arguments: Any) -> TrainingResult:

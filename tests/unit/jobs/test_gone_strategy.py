@@ -1,13 +1,14 @@
-"""Runs that an older version trained by tensor parallel go on without it; and what training by tokens refuses."""
+"""Runs that an older version trained by tensor parallel go on without it; and shares of rows that runs keep."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from devicebridge.config.job import JobConfig, ParallelConfig, load_job, save_job
+from devicebridge.config.job import ParallelConfig, load_job, save_job
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.checked_job import Subject
 from devicebridge.jobs.job import check_job
@@ -19,7 +20,7 @@ from devicebridge.planning.dry_run import Work
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.plans import GB, MadeUpCosts, make_cards, make_plan_job, published_info
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_on_cards
+from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards
 from devicebridge.training.state import list_checkpoints, load_checkpoint, save_checkpoint
 from torch import nn
 
@@ -27,13 +28,10 @@ pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts
 _CARDS = ["lazy:0", "lazy:1"]
 
 
-def _job(tmp_path: Path, folder: str, **sections: dict[str, Any]) -> JobConfig:
-    values: dict[str, dict[str, Any]] = {
-        "split": {"devices": _CARDS}, "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "train": {"steps": 3, "batch_size": 1, "seed": 3, "gradient_accumulation_steps": 2},
-        "evaluation": {"folder": ""}, "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
-    }  # fmt: skip
-    return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
+_job = partial(
+    make_cards_job, train={"steps": 3, "batch_size": 1, "seed": 3, "gradient_accumulation_steps": 2}, lora={},
+    evaluation={"folder": ""},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", ["auto", "pipeline"])
@@ -70,20 +68,6 @@ def test_a_job_file_that_asks_for_tensor_is_run_by_auto(tmp_path: Path, caplog: 
     assert read == job and 'parallel.strategy = "tensor"' in line and '"auto" is taken' in line
     with emulated_cards():
         assert check_job(read).execution.strategy == "pipeline"
-
-
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        ({}, r'strategy = "tokens" was asked for, but .* the tokens of diffusers'),
-        ({"blocks_without_checkpointing": [0, 1]}, "give each the same number"),
-        ({"offloaded_blocks": [1, 2]}, "offloaded_blocks = .* give each the same number"),
-        ({"balance": "manual", "split_at": [2]}, "says where to cut the model"),
-    ],
-)
-def test_what_tokens_cannot_do_is_refused_before_anything_is_loaded(tmp_path, split, message):
-    with emulated_cards(), pytest.raises(ValueError, match=message):
-        check_job(_job(tmp_path, "run", split={"devices": _CARDS, **split}, parallel={"strategy": "tokens"}))
 
 
 @pytest.mark.parametrize(

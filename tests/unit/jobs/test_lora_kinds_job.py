@@ -14,7 +14,7 @@ from devicebridge.jobs.read_job import read_job
 from devicebridge.jobs.resume import TrainingResult
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_on_cards, run_steps, save_tiny_dataset
+from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards, run_steps, save_tiny_dataset
 from devicebridge.training.state import load_checkpoint, save_checkpoint
 from safetensors.torch import load_file
 
@@ -31,13 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> JobConfig:
     values = {
-        "split": {"devices": ["lazy:0"]}, "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "train": TRAIN, "parallel": {"strategy": "none"}, "evaluation": {"folder": ""},
-        "optimizer": {"learning_rate": 1e-2}, "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+        "split": {"devices": ["lazy:0"]}, "train": TRAIN, "parallel": {"strategy": "none"}, "lora": {},
+        "evaluation": {"folder": ""}, "optimizer": {"learning_rate": 1e-2},
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
     }  # fmt: skip
-    return make_tiny_job(
-        tmp_path, name, **{k: {**values.get(k, {}), **sections.get(k, {})} for k in {**values, **sections}}
-    )
+    merged = {key: {**values.get(key, {}), **sections.get(key, {})} for key in {**values, **sections}}
+    return make_cards_job(tmp_path, folder, name, **merged)
 
 
 def _stopped_and_resumed(job: JobConfig) -> TrainingResult:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs.job import check_job
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_on_cards
+from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards
 from devicebridge.training.objective import NoisyBatch, Objective, predict
 from diffusers import Flux2Transformer2DModel
 from torch import nn
@@ -19,14 +19,11 @@ pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
 TWO = ["lazy:0", "lazy:1"]
 
 
-def _job(tmp_path: Path, run: str, **sections: Any) -> Any:
-    values: dict[str, Any] = {
-        "split": {"devices": ["cpu"]}, "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "train": {"steps": 4, "batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3},
-        "optimizer": {"learning_rate": 3e-2}, "objective": {"masked_prior": 50.0}, "parallel": {"strategy": "none"},
-        "evaluation": {"folder": ""}, "output": {"folder": str(tmp_path / run), "save_every_steps": 0},
-    }  # fmt: skip
-    return make_tiny_job(tmp_path, **{**values, **sections})
+_job = partial(
+    make_cards_job, train={"steps": 4, "batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3},
+    split={"devices": ["cpu"]}, lora={}, optimizer={"learning_rate": 3e-2}, objective={"masked_prior": 50.0},
+    parallel={"strategy": "none"}, evaluation={"folder": ""},
+)  # fmt: skip
 
 
 def test_black_is_held_to_the_model_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,39 +87,40 @@ def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, sche
 def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path, caplog):
     """Emulated cards cannot compile: the job runs as it is, and says so once."""
     plain = run_on_cards(_job(tmp_path, "none"))
-    train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3, "compile": "auto"}
-    found = run_on_cards(_job(tmp_path, "auto", train=train))
+    found = run_on_cards(_job(tmp_path, "auto", train={**TRAIN, "compile": "auto"}))
     assert found.losses == plain.losses and caplog.text.count("not compiled") == 1
 
 
-KEEPS_ALL = {"train": {"steps": 1, "gradient_checkpointing": False}}
+KEEPS_ALL = {"gradient_checkpointing": False}
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("strategy", "split", "train", "message"),
     [
-        ({"split": {"blocks_without_checkpointing": [1, 1, 1]}}, "give one each"),
-        ({"split": {"blocks_without_checkpointing": [50, 0]}}, "asks 50 blocks"),
-        (
-            {"split": {"devices": ["cpu"]}, "train": {"steps": 1, "offload_activations": "on"}},
-            "the model is on the CPU",
-        ),
-        ({"split": {"blocks_without_checkpointing": [1, 1]}, **KEEPS_ALL}, "remove one"),
-        ({"split": {"blocks_without_checkpointing": [0, 0]}, **KEEPS_ALL}, "remove one"),
-        ({"split": {"offloaded_blocks": [1, 1]}, **KEEPS_ALL}, "remove one"),
-        ({"split": {"offloaded_blocks": [1]}}, "offloaded_blocks has 1 values"),
-        ({"split": {"offloaded_blocks": [3, 0], "blocks_without_checkpointing": [1, 0]}}, "that do not keep"),
-        ({"split": {"devices": ["lazy:0", "cpu"], "offloaded_blocks": [0, 1]}}, "in host memory anyway"),
+        ("auto", {"blocks_without_checkpointing": [1, 1, 1]}, {}, "give one each"),
+        ("auto", {"blocks_without_checkpointing": [50, 0]}, {}, "asks 50 blocks"),
+        ("auto", {"devices": ["cpu"]}, {"offload_activations": "on"}, "the model is on the CPU"),
+        *(("auto", {"blocks_without_checkpointing": [n, n]}, KEEPS_ALL, "remove one") for n in (1, 0)),
+        ("auto", {"offloaded_blocks": [1, 1]}, KEEPS_ALL, "remove one"),
+        ("auto", {"offloaded_blocks": [1]}, {}, "offloaded_blocks has 1 values"),
+        ("auto", {"offloaded_blocks": [3, 0], "blocks_without_checkpointing": [1, 0]}, {}, "that do not keep"),
+        ("auto", {"devices": ["lazy:0", "cpu"], "offloaded_blocks": [0, 1]}, {}, "in host memory anyway"),
+        ("data", {"balance": "time"}, {}, "remove one of the two"),
+        ("data", {"blocks_without_checkpointing": [1, 1, 1]}, {}, "give one each"),
+        ("data", {"blocks_without_checkpointing": [0, 50]}, {}, "asks 50 blocks of lazy:1"),
+        ("data", {"memory_limit_gb": [1.0, 1e-6]}, {}, "of weights on lazy:1, which may hold 0.00 GB"),
+        ("tokens", {}, {}, r'strategy = "tokens" was asked for, but .* the tokens of diffusers'),
+        ("tokens", {"blocks_without_checkpointing": [0, 1]}, {}, "give each the same number"),
+        ("tokens", {"offloaded_blocks": [1, 2]}, {}, "offloaded_blocks = .* give each the same number"),
+        *((each, {"balance": "manual", "split_at": [2]}, {}, "says where to cut") for each in ("data", "tokens")),
     ],
 )
-def test_what_blocks_cannot_do_is_refused_before_anything_is_loaded(tmp_path, sections, message):
-    sections["split"] = {"devices": ["lazy:0", "lazy:1"], **sections["split"]}
-    job = _job(tmp_path, "run", **sections)
+def test_what_a_strategy_cannot_do_is_refused_before_anything_is_loaded(tmp_path, strategy, split, train, message):
+    split, sections = {"devices": TWO, **split}, {"train": {**TRAIN, **train}, "parallel": {"strategy": strategy}}
     with emulated_cards(), pytest.raises(ValueError, match=message):
-        check_job(job)
+        check_job(_job(tmp_path, "run", split=split, **sections))
 
 
 def test_dora_is_not_compiled(tmp_path, caplog):
-    train = {"steps": 1, "compile": "auto"}
-    job = _job(tmp_path, "run", split={"devices": ["cpu"]}, lora={"dora": True}, train=train)
-    assert run_job(job).status == "finished" and "cannot trace PEFT's DoRA" in caplog.text
+    sections = {"split": {"devices": ["cpu"]}, "train": {"steps": 1, "compile": "auto"}, "lora": {"dora": True}}
+    assert run_job(_job(tmp_path, "run", **sections)).status == "finished" and "cannot trace PEFT's DoRA" in caplog.text
