@@ -209,19 +209,15 @@ class Shares:
         return self.width // sum(self.heads) * sum(self.heads if unit == "heads" else self.kv_heads)
 
 
-def share_heads(num_heads: int, num_kv_heads: int, width: int, weights: Sequence[float]) -> Shares:
-    """Give every device heads in proportion to its weight; heads that share keys and values stay together. Raises:
-    ValueError if there are more devices than groups of heads."""
+def share_heads(num_heads: int, num_kv_heads: int, width: int, num_devices: int) -> Shares:
+    """Share heads out evenly; heads that share keys and values stay together. Raises: ValueError if there are more
+    devices than groups of heads."""
     groups = num_kv_heads or num_heads
-    if num_heads % groups or groups < len(weights):
+    if num_heads % groups or groups < num_devices:
         raise ValueError(
-            f"{num_heads} heads ({groups} of keys and values) cannot be divided among {len(weights)} devices; "
+            f"{num_heads} heads ({groups} of keys and values) cannot be divided among {num_devices} devices; "
             f"{groups} devices at most"
         )
-    exact = [groups * weight / sum(weights) for weight in weights]
-    counts = [1] * len(exact)
-    for _ in range(groups - len(counts)):  # a rest goes to the last devices: the first has all else of the model
-        behind = max(range(len(counts)), key=lambda index: (exact[index] - counts[index], index))
-        counts[behind] += 1
-    per_group = num_heads // groups
-    return Shares(tuple(count * per_group for count in counts), tuple(counts), width)
+    each, rest = divmod(groups, num_devices)  # the rest goes to the last devices: the first has all else of the model
+    counts = (each,) * (num_devices - rest) + (each + 1,) * rest
+    return Shares(tuple(count * (num_heads // groups) for count in counts), counts, width)

@@ -298,7 +298,7 @@ class SampledModel:
 
     def can_divide(self, num_cards: int) -> bool:
         try:
-            return all(each.plan and shares_of(each.block, each.plan, (1.0,) * num_cards) for each in self.blocks)
+            return all(each.plan and shares_of(each.block, each.plan, num_cards) for each in self.blocks)
         except ValueError:  # fewer heads than cards
             return False
 

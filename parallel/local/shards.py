@@ -65,9 +65,9 @@ def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | N
     return next((plan for plan in plans if fnmatchcase(type(block).__name__, plan.block)), None)
 
 
-def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> Shares:
-    """How this block's heads are shared out in proportion to the devices' weights. Raises: ValueError if there are too
-    few heads, or the block is built otherwise than the plan says."""
+def shares_of(block: nn.Module, plan: TensorPlan, num_devices: int) -> Shares:
+    """How this block's heads are shared out. Raises: ValueError if there are too few heads, or the block is built
+    otherwise than the plan says."""
     num_heads = _number(block, plan.num_heads)
     num_kv_heads = _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0  # 0 for as many
     behind = (
@@ -78,7 +78,7 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> S
     width = _number(block, plan.width) if plan.width else next(behind, 0)
     if not width:
         raise ValueError(f"this {type(block).__name__} cannot be divided: no linear takes all of its heads")
-    return share_heads(num_heads, num_kv_heads, width, weights)
+    return share_heads(num_heads, num_kv_heads, width, num_devices)
 
 
 def divide_block(

@@ -88,7 +88,7 @@ def test_a_model_with_replayed_blocks_gives_the_bits_of_launched_ones(mode) -> N
     for block in model.blocks:
         plan = find_plan(PLANS, block)
         assert plan is not None
-        shares = shares_of(block, plan, (1.0, 1.0))
+        shares = shares_of(block, plan, 2)
         other = divide_block(copy.deepcopy(block), plan, shares, 1, _copied)
         own = divide_block(block, plan, shares, 0, _copied)
         for card, part in zip(CARDS, (own, other), strict=True):

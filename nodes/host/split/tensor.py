@@ -73,7 +73,7 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
             what = f"a {type(block).__name__} of {layout.class_name}"
             raise ValueError(f"nobody has described how {what} is divided among cards. Use way 'blocks'")
         _check_formats(name, block, how)
-        divided[name] = how, shares_of(block, how, (1.0,) * len(request.devices))
+        divided[name] = how, shares_of(block, how, len(request.devices))
     plan = DividedPlan(blocks, request.devices, layout, request, divided=divided)
     find_streamed(request, plan.bytes_on(diffusion_model), "Use more GPUs")
     return plan

@@ -9,7 +9,6 @@ from devicebridge.families.comfy.token_plans import _ltx_guides
 from devicebridge.families.tensor_plan import QKV, Divided, Shares, TensorPlan, share_heads
 
 DEVICES = range(2, 9)
-EVEN, LARGER_LAST = "even", "larger last"
 # Heads, heads of keys and values (0: as many), features per head: of FLUX, Wan, Qwen-Image, LTX, and of grouped heads.
 BUILDS = [(24, 0, 128), (48, 0, 128), (40, 0, 128), (12, 0, 64), (32, 8, 128), (9, 0, 8)]
 PACKED = [
@@ -17,10 +16,6 @@ PACKED = [
     ("heads", "kv_heads", "kv_heads", "features", "features"), ("features", "features"), ("heads", "features"),
     ("features",),
 ]  # fmt: skip
-
-
-def _weights(kind: str, count: int) -> tuple[float, ...]:
-    return (1.0,) * count if kind == EVEN else tuple(float(1 + rank) for rank in range(count))
 
 
 def _size(parts, shares: Shares, features: int) -> int:
@@ -33,12 +28,11 @@ def _rows(ranges) -> list[int]:
     return [row for first, last in ranges for row in range(first, last)]
 
 
-@pytest.mark.parametrize("kind", [EVEN, LARGER_LAST])
 @pytest.mark.parametrize("count", DEVICES)
 @pytest.mark.parametrize("build", BUILDS, ids=str)
-def test_every_row_of_a_packed_layer_is_in_exactly_one_devices_slices(build, count, kind) -> None:
+def test_every_row_of_a_packed_layer_is_in_exactly_one_devices_slices(build, count) -> None:
     heads, kv_heads, per_head = build
-    shares = share_heads(heads, kv_heads, heads * per_head, _weights(kind, count))
+    shares = share_heads(heads, kv_heads, heads * per_head, count)
     for parts, features in itertools.product(PACKED, (4 * heads * per_head, 1000, 48)):
         size = _size(parts, shares, features)
         slices = [shares.slices(parts, size, rank) for rank in range(count)]
@@ -52,7 +46,7 @@ def test_a_device_has_the_same_heads_of_queries_keys_and_values(build, count) ->
     """By the rows themselves: the head of each row of q, and the group of heads that each row of k serves."""
     heads, kv_heads, per_head = build
     groups = kv_heads or heads
-    shares = share_heads(heads, kv_heads, heads * per_head, _weights(LARGER_LAST, count))
+    shares = share_heads(heads, kv_heads, heads * per_head, count)
     size = (heads + 2 * groups) * per_head
     for rank in range(count):
         owned = [row // per_head for row in _rows(shares.slices(("heads", "kv_heads", "kv_heads"), size, rank))]
@@ -65,7 +59,7 @@ def test_a_device_has_the_same_heads_of_queries_keys_and_values(build, count) ->
 
 
 def test_a_packed_layer_is_cut_part_by_part() -> None:
-    shares = share_heads(4, 0, 32, (1.0, 1.0))
+    shares = share_heads(4, 0, 32, 2)
     assert shares.slices(("heads", "heads", "heads"), 96, 0) == [(0, 16), (32, 48), (64, 80)]
     assert shares.slices(("heads", "heads", "heads"), 96, 1) == [(16, 32), (48, 64), (80, 96)]
     # The input columns of FLUX's fused block are [attention | mlp].
@@ -76,7 +70,7 @@ def test_a_packed_layer_is_cut_part_by_part() -> None:
 
 def test_parts_are_repeated_as_often_as_they_fit() -> None:
     """Stable Audio packs [q | k | v], or with differential attention [q | k | v | q | k]."""
-    shares = share_heads(8, 4, 64, (1, 1))
+    shares = share_heads(8, 4, 64, 2)
     assert shares.repeated(("heads",), 5 * 64) == ("heads",) * 5
     assert shares.repeated(("kv_heads",), 2 * 32) == ("kv_heads",) * 2
     with pytest.raises(ValueError, match="a dimension of 321 cannot consist of heads, heads, heads, heads, heads"):
@@ -84,27 +78,20 @@ def test_parts_are_repeated_as_often_as_they_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "weights", "expected"),
-    [
-        (48, (1, 1), (24, 24)), (24, (1,) * 5, (4, 5, 5, 5, 5)), (4, (1, 1, 1), (1, 1, 2)), (40, (24, 12), (27, 13)),
-        (8, (1, 1000), (1, 7)),
-    ],
-)  # fmt: skip
-def test_heads_go_by_weight_and_a_rest_to_the_last(heads, weights, expected) -> None:
-    assert share_heads(heads, 0, heads * 8, weights).heads == expected
+    ("heads", "count", "expected"), [(48, 2, (24, 24)), (24, 5, (4, 5, 5, 5, 5)), (4, 3, (1, 1, 2))]
+)
+def test_heads_are_shared_evenly_and_a_rest_goes_to_the_last(heads, count, expected) -> None:
+    assert share_heads(heads, 0, heads * 8, count).heads == expected
 
 
-@pytest.mark.parametrize("kind", [EVEN, LARGER_LAST])
 @pytest.mark.parametrize("count", DEVICES)
-def test_shares_of_heads_are_whole_groups_and_near_the_weights(count, kind) -> None:
-    weights = _weights(kind, count)
+def test_shares_of_heads_are_whole_groups(count) -> None:
     for heads, kv_heads, per_head in BUILDS:
-        shares = share_heads(heads, kv_heads, heads * per_head, weights)
+        shares = share_heads(heads, kv_heads, heads * per_head, count)
         groups = kv_heads or heads
         assert sum(shares.heads) == heads and sum(shares.kv_heads) == groups and len(shares.heads) == count
-        for own, own_groups, weight in zip(shares.heads, shares.kv_heads, weights, strict=True):
+        for own, own_groups in zip(shares.heads, shares.kv_heads, strict=True):
             assert own == own_groups * (heads // groups) >= 1
-            assert abs(own_groups - max(1.0, groups * weight / sum(weights))) < 2
 
 
 @pytest.mark.parametrize("count", DEVICES)
@@ -113,18 +100,18 @@ def test_shares_of_heads_are_whole_groups_and_near_the_weights(count, kind) -> N
 )
 def test_features_are_cut_at_multiples_that_kernels_like(size, step, count) -> None:
     """The step is the one of 8 equal devices; fewer devices may have a larger one."""
-    ranges = share_heads(8 * count, 0, 64 * count, _weights(EVEN, count)).ranges("features", size)
+    ranges = share_heads(8 * count, 0, 64 * count, count).ranges("features", size)
     assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])] and ranges[-1][1] == size
     assert all(first % step == 0 and last > first for first, last in ranges)
 
 
 def test_a_small_share_of_heads_gets_features_as_well() -> None:
     """128 at a time would leave the first device none of 256."""
-    assert share_heads(8, 0, 64, (1, 7)).ranges("features", 256) == [(0, 32), (32, 256)]
+    assert Shares((1, 7), (1, 7), 64).ranges("features", 256) == [(0, 32), (32, 256)]
 
 
 def test_what_belongs_to_no_head_is_counted() -> None:
-    shares = share_heads(8, 2, 64, (1, 1))
+    shares = share_heads(8, 2, 64, 2)
     assert shares.without_heads(("heads", "kv_heads", "kv_heads", "features"), 64 + 16 + 16 + 200) == 200
     assert shares.without_heads(("heads",), 64) == 0
 
@@ -139,12 +126,12 @@ def test_what_belongs_to_no_head_is_counted() -> None:
 )
 def test_too_few_heads_are_refused(heads, kv_heads, count, words) -> None:
     with pytest.raises(ValueError, match="cannot be divided among") as caught:
-        share_heads(heads, kv_heads, heads * 8, (1.0,) * count)
+        share_heads(heads, kv_heads, heads * 8, count)
     assert all(word in str(caught.value) for word in words)
 
 
 def test_a_dimension_of_other_parts_is_refused() -> None:
-    shares = share_heads(4, 0, 32, (1, 1))
+    shares = share_heads(4, 0, 32, 2)
     for size, parts in ((95, QKV), (97, QKV), (65, ("heads", "features", "features"))):
         with pytest.raises(ValueError, match=f"a dimension of {size} cannot consist of {', '.join(parts)}"):
             shares.slices(parts, size, 0)

@@ -152,13 +152,13 @@ def make_model(*blocks: nn.Module) -> Model:
     return model.requires_grad_(False)
 
 
-def divide(model, size, weights=(), drop=lambda *_: False, plans=PLANS) -> TensorParallel:
+def divide(model, size, drop=lambda *_: False, plans=PLANS) -> TensorParallel:
     """The blocks divided in place. drop: name of a collective, rank -> whether this rank leaves it out."""
     shards = {}
     for block in model.blocks:  # type: ignore[union-attr]
         plan = find_plan(plans, block)
         assert plan is not None
-        shares = shares_of(block, plan, tuple(weights) or (1.0,) * size)
+        shares = shares_of(block, plan, size)
         own, *others = [
             divide_block(block if rank == 0 else copy.deepcopy(block), plan, shares, rank)
             for rank in sorted(range(size), reverse=True)  # the main device last: the others are made of whole blocks
@@ -202,21 +202,13 @@ def test_the_blocks_compute_what_the_whole_ones_do_and_the_same_bits_again(block
     assert torch.equal(outputs[0], outputs[1])
 
 
-def test_shares_follow_the_devices_weights(x) -> None:
-    model = make_model()
-    expected = model(x)
-    parallel = divide(model, 2, weights=(1.0, 3.0))
-    assert model.blocks[0].attn.num_heads == 1 and model.blocks[1].linear2.in_features == PER_HEAD + 32
-    assert difference(run(parallel, model, x), expected) < NEAR
-
-
 def test_heads_that_share_keys_and_values_stay_together(x) -> None:
     model = make_model(Fused(num_kv_heads=2), Fused(num_kv_heads=2))
     expected = model(x)
     assert difference(run(divide(model, 2), model, x), expected) < NEAR
     block = Fused(num_kv_heads=2)
     with pytest.raises(ValueError, match=r"4 heads \(2 of keys and values\).*2 devices at most"):
-        shares_of(block, PLANS[0], (1.0, 1.0, 1.0))
+        shares_of(block, PLANS[0], 3)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -225,7 +217,7 @@ def test_the_devices_hold_the_divided_weights_once(make, size) -> None:
     torch.manual_seed(0)
     block = make()
     plan = find_plan(PLANS, block)
-    shares = shares_of(block, plan, (1.0,) * size)
+    shares = shares_of(block, plan, size)
     shards = [divide_block(copy.deepcopy(block), plan, shares, rank) for rank in range(size)]
     for name, part in shards[0].slices.items():
         ranges = [each for shard in shards for each in shard.slices[name].ranges]
@@ -244,18 +236,18 @@ def test_a_linear_of_other_parts_is_refused_by_name() -> None:
     block = Fused()
     block.linear2 = nn.Linear(WIDTH - 8, WIDTH)
     with pytest.raises(ValueError, match="cannot consist of heads, features"):
-        divide_block(block, PLANS[0], shares_of(block, PLANS[0], (1.0, 1.0)), 0)
+        divide_block(block, PLANS[0], shares_of(block, PLANS[0], 2), 0)
     block = Fused()
     block.linear2 = nn.Linear(WIDTH + 100, WIDTH)
     with pytest.raises(ValueError, match="linear1 has 192 features beside its heads, and linear2 takes 100"):
-        divide_block(block, PLANS[0], shares_of(block, PLANS[0], (1.0, 1.0)), 0)
+        divide_block(block, PLANS[0], shares_of(block, PLANS[0], 2), 0)
     other = Separate()
     other.attn.k = nn.Linear(WIDTH, WIDTH + 1)
     with pytest.raises(ValueError, match=r"attn\.k cannot be divided: 33 features are no multiple"):
-        divide_block(other, PLANS[1], shares_of(other, PLANS[1], (1.0, 1.0)), 0)
+        divide_block(other, PLANS[1], shares_of(other, PLANS[1], 2), 0)
     assert find_plan(PLANS, nn.Linear(1, 1)) is None
     with pytest.raises(ValueError, match=r"this Linear cannot be divided: it has no attn\.num_heads"):
-        shares_of(nn.Linear(1, 1), PLANS[1], (1.0, 1.0))
+        shares_of(nn.Linear(1, 1), PLANS[1], 2)
 
 
 @pytest.mark.parametrize("size", [2, 3])

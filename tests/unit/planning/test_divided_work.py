@@ -27,7 +27,7 @@ TOKENS = 9
 
 def _shares(model: Model, size: int) -> dict:
     plans = {f"blocks.{i}": (find_plan(PLANS, block), block) for i, block in enumerate(model.blocks)}
-    return {name: (plan, shares_of(block, plan, (1.0,) * size)) for name, (plan, block) in plans.items()}
+    return {name: (plan, shares_of(block, plan, size)) for name, (plan, block) in plans.items()}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -76,7 +76,7 @@ def test_layers_that_every_card_computes_whole_are_counted_apart() -> None:
 def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> None:
     block, tokens = Block(), 512 + 512
     layout = NativeModel("toy.Toy", ("blocks",), (), "a toy", routed_modules={"*.experts.*": 0.25})
-    work = forward_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, (1.0, 1.0)))}, 512)
+    work = forward_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, 2))}, 512)
     width = block.tail.up.in_features
     # sums, and what the gate has chosen, and how much of it
     assert work.sent_bytes == tokens * (2 * 2 * width + 20)
