@@ -9,7 +9,6 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
     NativeModel(
         path="comfy.ldm.ace.model.ACEStepTransformer2DModel",
         block_lists=("transformer_blocks",),
-        tail=("final_layer",),
         # The MLP is of convolutions and stays whole: half of the products of a block.
         tensor=plan(heads="*attn.to_[qkv]", back="*attn.to_out.0"),
         text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call

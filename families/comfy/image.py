@@ -12,7 +12,6 @@ _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
 FLUX = NativeModel(
     path="comfy.ldm.flux.model.Flux",
     block_lists=("double_blocks", "single_blocks"),
-    tail=("final_layer",),
     replace_keys={"double_block": "double_blocks", "single_block": "single_blocks"},
     control_keys=("input", "output"),
     patches_inside=_SELF_ATTENTION,
@@ -67,7 +66,6 @@ QWEN_IMAGE = NativeModel(
 SD3 = NativeModel(
     path="comfy.ldm.modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",
     block_lists=("joint_blocks",),
-    tail=("final_layer",),
     replace_keys={"double_block": "joint_blocks"},
     control_keys=("output",),
     note="SD3 and SD3.5; the last block returns no context",
@@ -85,7 +83,6 @@ SD3 = NativeModel(
 NEXT_DIT = NativeModel(
     path="comfy.ldm.lumina.model.NextDiT",
     block_lists=("layers",),
-    tail=("final_layer",),
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
     front_parameters=("x_pad_token", "cap_pad_token", "siglip_pad_token"),
     note="Lumina 2 and Z-Image; the refiners stay on the main device; a patch may write to its img and txt in place",
@@ -232,7 +229,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     NativeModel(
         path="comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
         block_lists=("double_stream_blocks", "single_stream_blocks"),
-        tail=("final_layer",),
         transport="relay",
         note="before every block that layer's text states are joined to the stream, and they are on the main device",
         # q and k are normalised over all heads. Experts and the shared one add up, and which token goes to which
@@ -271,8 +267,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.pixart.pixartms.PixArtMS",
-        block_lists=("blocks",),
-        tail=("final_layer",),
         # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.
         note="PixArt alpha and sigma; the forward knows no patches at all",
     ),
@@ -314,7 +308,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.krea2.model.SingleStreamDiT",
-        block_lists=("blocks",),
         tail=("last",),
         patches_inside=_SELF_ATTENTION,
         # The gate is one number per feature of every head of queries
@@ -341,7 +334,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     NativeModel(
         path="comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel",
         block_lists=("layers",),
-        tail=("final_layer",),
         tensor=plan(
             qkv="attention.qkv",
             back="attention.o",
@@ -383,8 +375,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.hydit.models.HunYuanDiT",
-        block_lists=("blocks",),
-        tail=("final_layer",),
         transport="relay",
         replace_keys={"double_block": "blocks"},
         control_keys=("output",),
@@ -410,8 +400,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain",
-        block_lists=("blocks",),
-        tail=("final_layer",),
         replace_keys={"block": "blocks"},
         is_sequential=True,
         # No plan for divided blocks: attention joins q, k and v before it takes heads, so that a head has parts of all.
@@ -420,7 +408,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.triposplat.model.LatentSeqMMFlowModel",
-        block_lists=("blocks",),
         tail=("out_layer", "cam_out_layer"),
         transport="relay",
         # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.

@@ -36,10 +36,10 @@ class NativeModel:
 
     path: str  # of the class, e.g. "comfy.ldm.flux.model.Flux"
     # ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block.
-    block_lists: tuple[str, ...]
+    block_lists: tuple[str, ...] = ("blocks",)
     # Modules after the last block, which stay on the main device. A build may lack some. A ModuleList stands for its
     # members.
-    tail: tuple[str, ...]
+    tail: tuple[str, ...] = ("final_layer",)
     note: str = ""  # what a reader should know, in a sentence; a refusal of another transport says it, too
     # "stream": activations may stay on a card until the next card's first block. "relay": each block of another card
     # sends its output to the main device. Both send the last block's there: some tails mix free parameters with it.

@@ -10,7 +10,6 @@ from .native import Follows, NativeModel
 
 WAN_MODEL = NativeModel(
     path="comfy.ldm.wan.model.WanModel",
-    block_lists=("blocks",),
     tail=("head",),
     replace_keys={"double_block": "blocks"},
     patches_between={"double_block": ("img", "x", "vec")},
@@ -77,8 +76,6 @@ LTX_SOUND = (
 
 COSMOS_PREDICT_2 = NativeModel(
     path="comfy.ldm.cosmos.predict2.MiniTrainDIT",
-    block_lists=("blocks",),
-    tail=("final_layer",),
     patches_inside=("attn1_patch", "attn2_patch", "mlp_patch"),
     note="extra positions are an argument of every block; the forward leaves its embeddings on the model, unread",
     # Anima's, too. A patch of the attention is given what q, k and v are made of.
@@ -94,8 +91,6 @@ COSMOS_PREDICT_2 = NativeModel(
 
 COSMOS_1 = NativeModel(
     path="comfy.ldm.cosmos.model.GeneralDIT",
-    block_lists=("blocks",),
-    tail=("final_layer",),
     transport="relay",
     note="blocks are in a ModuleDict; extra positions are added to the stream in place before each",
     # A block is a list of cross-attention, self-attention and MLP
@@ -171,8 +166,6 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.minimax.model.MiniMaxH3Model",
-        block_lists=("blocks",),
-        tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
         note="text, references, audio and video are rows of one sequence, which blocks change in place; batch 1 only",
         # Of an int8 file the MLP computes its second linear itself
@@ -189,7 +182,6 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.seedvr.model.NaDiT",
-        block_lists=("blocks",),
         tail=("vid_out_norm", "vid_out_ada", "vid_out"),
         replace_keys={"block": "blocks"},
         is_sequential=True,
@@ -210,8 +202,6 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
     COSMOS_1,
     NativeModel(
         path="comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
-        block_lists=("blocks",),
-        tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
         front_parameters=("pos_frequencies",),
         # The rotary table has angles of its own for every head
@@ -261,7 +251,6 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
     ),
     NativeModel(
         path="comfy.ldm.cogvideo.model.CogVideoXTransformer3DModel",
-        block_lists=("blocks",),
         tail=("norm_final", "norm_out", "proj_out"),
         # Attention and MLP are the block's own
         tensor=plan(
