@@ -268,11 +268,7 @@ WAN = ModelFamily(
     # What diffusers keeps out of low precision as well (_skip_layerwise_casting_patterns), and the last projection. The
     # blocks' modulation is a bare parameter, which quantization does not touch.
     keep_full_precision=("*norm*", "patch_embedding", "condition_embedder", "proj_out"),
-    lora_targets=(
-        "blocks.*.attn[12].to_[qkv]",
-        "blocks.*.attn[12].to_out.0",
-        "blocks.*.ffn.net.*",
-    ),
+    lora_targets=("blocks.*.attn[12].to_[qkv]", "blocks.*.attn[12].to_out.0", "blocks.*.ffn.net.*"),
     shared_lora_names="original",  # ComfyUI 0.33 knows no others
     latent=_LATENT,
     timesteps=TimestepSpec(sampling="logit_normal", shift="musubi_3.0", shift_presets=_SHIFTS),

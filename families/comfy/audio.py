@@ -63,10 +63,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         tail=("diffusion_transformer.transformer.project_out", "diffusion_transformer.postprocess_conv"),
         note="long pieces run all blocks once per window; the windows are added up on the main device",
         tensor=plan(
-            qkv="self_attn.to_qkv",
-            back="self_attn.to_out",
-            mlp="ff.ff.0.proj>ff.ff.2",
-            num_heads="self_attn.num_heads",
+            qkv="self_attn.to_qkv", back="self_attn.to_out", mlp="ff.ff.0.proj>ff.ff.2", num_heads="self_attn.num_heads"
         ),
         is_joint=False,
     ),

@@ -221,10 +221,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     ),
     NEXT_DIT,
     dataclasses.replace(
-        NEXT_DIT,
-        path="comfy.ldm.lumina.model.NextDiTPixelSpace",
-        tail=("dec_net",),
-        ends_on_main_device=True,
+        NEXT_DIT, path="comfy.ldm.lumina.model.NextDiTPixelSpace", tail=("dec_net",), ends_on_main_device=True
     ),
     NativeModel(
         path="comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",

@@ -80,10 +80,7 @@ COSMOS_PREDICT_2 = NativeModel(
     note="extra positions are an argument of every block; the forward leaves its embeddings on the model, unread",
     # Anima's, too. A patch of the attention is given what q, k and v are made of.
     tensor=plan(
-        heads="*_attn.[qkv]_proj",
-        back="*_attn.output_proj",
-        mlp="mlp.layer1>mlp.layer2",
-        num_heads="self_attn.n_heads",
+        heads="*_attn.[qkv]_proj", back="*_attn.output_proj", mlp="mlp.layer1>mlp.layer2", num_heads="self_attn.n_heads"
     ),
     text_modules=("cross_attn.[kv]_proj",),
     is_joint=False,
@@ -169,12 +166,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         note="text, references, audio and video are rows of one sequence, which blocks change in place; batch 1 only",
         # Of an int8 file the MLP computes its second linear itself
-        tensor=plan(
-            qkv="attn.qkv_proj",
-            back="attn.out_proj",
-            mlp="mlp.fc1>mlp.fc2/mlp",
-            gathered="adaln_proj.linear",
-        ),
+        tensor=plan(qkv="attn.qkv_proj", back="attn.out_proj", mlp="mlp.fc1>mlp.fc2/mlp", gathered="adaln_proj.linear"),
         fps=24,
         clip_steps=(17, 5, 2, 5),
         reads_level=True,
@@ -189,10 +181,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         note="SeedVR 2; blocks share window indices, rotary tables and repeated modulation through an object",
         # A layer has two modules, of video and text, or one for both
         tensor=plan(
-            qkv="attn.proj_qkv.*",
-            back="attn.proj_out.*",
-            features="mlp.*.proj_in*",
-            features_back="mlp.*.proj_out",
+            qkv="attn.proj_qkv.*", back="attn.proj_out.*", features="mlp.*.proj_in*", features_back="mlp.*.proj_out"
         ),
         text_modules=("*.txt", "*.txt.*"),
         is_joint=False,
@@ -254,11 +243,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("norm_final", "norm_out", "proj_out"),
         # Attention and MLP are the block's own
         tensor=plan(
-            heads="[qkv]",
-            back="attn_out",
-            mlp="ff_proj>ff_out",
-            gathered="norm?.linear",
-            num_heads="num_heads",
+            heads="[qkv]", back="attn_out", mlp="ff_proj>ff_out", gathered="norm?.linear", num_heads="num_heads"
         ),
         sample_modules=("norm?.linear",),
     ),
