@@ -225,16 +225,15 @@ def _with_sound(job: JobConfig, info: CheckpointInfo, variant: Variant, has_data
 
 def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) -> None:
     """Raises: ValueError for files that this model cannot be conditioned on, or that it or evaluation would lack."""
-    name, family, held_out = job.data.condition, info.family, job.evaluation
+    name, family = job.data.condition, info.family
     if not name:
         return
     assert family.comfy is not None
     channels = family.latent_of(variant).channels
     names_vision = bool(job.cache.stock_vision or job.cache.vision_source)
-    beside = {"has_references": bool(held_out.references), "has_control": bool(held_out.control)}
     reason = way_problem(name, family.transformer_class, channels, family.comfy.beside)
     reason = reason or vision_problem(name, family.comfy.needs, is_named=names_vision)
-    if reason := reason or (held_out.folder and evaluation_problem(name, **beside)):
+    if reason := reason or evaluation_problem(name, job.evaluation):
         raise ValueError(reason)
 
 

@@ -109,8 +109,7 @@ class TrainingDatasetNode(io.ComfyNode):
         read = partial(read_section, entries=_inputs(), given=sockets)
         data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **_folders_beside(sockets, ""))))
         evaluation = read(EvaluationConfig, folder=held_out, **_folders_beside(sockets, "evaluation_"))
-        beside = {"has_references": bool(evaluation.references), "has_control": bool(evaluation.control)}
-        if evaluation.folder and (reason := evaluation_problem(data.condition, **beside)):
+        if reason := evaluation_problem(data.condition, evaluation):
             raise ValueError(reason)
         # A broken file is named at once. No model is known here; this one takes any clip.
         latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from ...config.data import EvaluationConfig
+
 VISION = "clip_vision_output"  # what CLIP vision saw, as a CONDITIONING calls it
 
 
@@ -83,18 +85,16 @@ def vision_problem(name: str, needs: Collection[str], *, is_named: bool) -> str:
     )
 
 
-def evaluation_problem(name: str, *, has_references: bool, has_control: bool) -> str:
-    """Why images that are held out cannot be conditioned in this way; "" if they can, or name is empty."""
+def evaluation_problem(name: str, held_out: EvaluationConfig) -> str:
+    """Why images that are held out cannot be conditioned in this way; "" if they can, or there is neither."""
     way = WAYS.get(name)
-    if way is None:
-        return ""
-    missing = "references" if way.least and not has_references else "control"
-    if missing == "control" and (has_control or not way.takes_control):
-        return ""
-    return (
-        f'data.condition = "{name}" needs {missing} of the images in evaluation.folder, too; name their folder with '
-        f"evaluation.{missing}, or remove evaluation.folder"
-    )
+    needs = {"references": way.least, "control": way.takes_control} if way and held_out.folder else {}
+    for missing in (each for each, is_needed in needs.items() if is_needed and not getattr(held_out, each)):
+        return (
+            f'data.condition = "{name}" needs {missing} of the images in evaluation.folder, too; name their folder '
+            f"with evaluation.{missing}, or remove evaluation.folder"
+        )
+    return ""
 
 
 def _fits(way: ConditionWay, model: str, channels: int, beside: int) -> bool:

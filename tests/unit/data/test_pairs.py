@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from devicebridge.config.data import DataConfig, FolderConfig
+from devicebridge.config.data import DataConfig, EvaluationConfig, FolderConfig
 from devicebridge.config.job import job_keys
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.samples import BatchOrder, dataset_fingerprint
@@ -207,5 +207,6 @@ def test_a_way_that_does_not_fit_says_which_does(name, model, channels, beside, 
     ],
 )  # fmt: skip
 def test_images_that_are_held_out_need_what_those_that_are_trained_need(name, references, control, missing):
-    found = evaluation_problem(name, has_references=references, has_control=control)
+    held_out = EvaluationConfig("held out", references=("before",) * references, control="poses" * control)
+    found = evaluation_problem(name, held_out)
     assert bool(found) == bool(missing) and f"evaluation.{missing}" in found + "evaluation."
