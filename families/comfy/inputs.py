@@ -133,15 +133,11 @@ def stream_shapes(given: Mapping[str, torch.Tensor]) -> list[Shape]:
 def fit_mask(mask: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
     """A noise mask in the size of latents, as ComfyUI's sampler resizes it, float32. [1 or C, F, H, W] mask: [1 or C,
     h, w] or [1 or C, f, h, w]. sides: frames, height and width of the latents."""
-    wide = mask.float()
-    if wide.ndim == 3:
-        wide = wide if wide.shape[1:] == tuple(sides[1:]) else _resized(wide, sides[1:], "bilinear")
-        return wide.unsqueeze(1)
-    return wide if wide.shape[1:] == tuple(sides) else _resized(wide, sides, "trilinear")
-
-
-def _resized(mask: torch.Tensor, sides: Sequence[int], mode: str) -> torch.Tensor:
-    return interpolate(mask[None], size=tuple(sides), mode=mode)[0]
+    wide, is_still = mask.float(), mask.ndim == 3
+    wanted = tuple(sides[1:] if is_still else sides)
+    if wide.shape[1:] != wanted:
+        wide = interpolate(wide[None], size=wanted, mode="bilinear" if is_still else "trilinear")[0]
+    return wide.unsqueeze(1) if is_still else wide
 
 
 def is_tokens(name: str) -> bool:
@@ -158,6 +154,7 @@ def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
 
 _KINDS = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
 _AUDIO = {1: "audio, [channels, time]", 2: "audio, [channels, height, time]"}
+_OWN_VAE, _OWN_CLIP = (f"connect the {each} that belongs to the model" for each in ("VAE", "CLIP"))
 
 
 @dataclass(frozen=True)
@@ -189,11 +186,11 @@ class ComfyReader:
             return f"its CONDITIONING has {extra}, which training of {title} does not read; take out what adds it"
         width, found = config[comfy.width], shapes[COND][-1]
         if found != width:
-            return f"its states are {found} wide, but {title} takes {width}; connect the CLIP that belongs to the model"
+            return f"its states are {found} wide, but {title} takes {width}; {_OWN_CLIP}"
         if not comfy.pooled:
             return f"it has a pooled_output, which {title}'s text encoder does not make" if POOLED in shapes else ""
         if POOLED not in shapes:
-            return f"it has no pooled_output, which {title} needs; connect the CLIP that belongs to the model"
+            return f"it has no pooled_output, which {title} needs; {_OWN_CLIP}"
         width, found = config[comfy.pooled_width], shapes[POOLED][-1]
         return f"its pooled_output is {found} wide, but {title} takes {width}" if found != width else ""
 
@@ -203,9 +200,7 @@ class ComfyReader:
         if not others:
             return ""
         if not self.comfy.sound:
-            return (
-                f"it has {len(others) + 1} streams, but {self.title} takes one; give it what was encoded of one alone"
-            )
+            return f"it has {len(others) + 1} streams, but {self.title} takes one; give what was encoded of one alone"
         sound = self.comfy.sound
         known = [tuple(side and own for side, own in zip(sound, shape, strict=False)) for shape in others]
         if known != [sound] or len(others[0]) != len(sound):
@@ -227,29 +222,19 @@ class ComfyReader:
         channels, *sides = shapes[SAMPLES]
         if len(sides) != comfy.latent_dims:
             kind = _AUDIO[comfy.latent_dims] if latent.audio_rows else _KINDS[comfy.latent_dims]
-            return (
-                f"its shape is {[channels, *sides]}, but {title}'s VAE makes that of {kind}; connect the VAE that "
-                "belongs to the model"
-            )
+            return f"its shape is {[channels, *sides]}, but {title}'s VAE makes that of {kind}; {_OWN_VAE}"
         if reason := self._sound_problem(shapes):
             return reason
         wanted = self.config["in_channels"] // comfy.cells_per_token
         if channels != wanted:
-            return f"it has {channels} channels, but {title} takes {wanted}; connect the VAE that belongs to the model"
-        if num_frames and comfy.latent_dims == 3 and sides[0] != latent.num_latent_frames(num_frames):
-            return (
-                f"it has {sides[0]} latent frames of {num_frames} frames, but {title} takes "
-                f"{latent.num_latent_frames(num_frames)}; connect the VAE that belongs to the model"
-            )
-        if latent.audio_rows:
-            if sides[:-1] in ([], [latent.audio_rows]):
-                return ""
-            return (
-                f"it is {sides[0]} high, but {title}'s VAE makes {latent.audio_rows} rows of audio; connect the VAE "
-                "that belongs to the model"
-            )
+            return f"it has {channels} channels, but {title} takes {wanted}; {_OWN_VAE}"
+        frames = latent.num_latent_frames(num_frames)
+        if num_frames and comfy.latent_dims == 3 and sides[0] != frames:
+            return f"it has {sides[0]} latent frames of {num_frames} frames, but {title} takes {frames}; {_OWN_VAE}"
+        if latent.audio_rows and sides[:-1] not in ([], [latent.audio_rows]):
+            return f"it is {sides[0]} high, but {title}'s VAE makes {latent.audio_rows} rows of audio; {_OWN_VAE}"
         multiple = latent.size_multiple // latent.spatial_stride
-        if any(side % multiple for side in sides[-2:]):
+        if not latent.audio_rows and any(side % multiple for side in sides[-2:]):
             return (
                 f"it is {sides[-2]} high and {sides[-1]} wide, but {title} takes multiples of {multiple}; make the "
                 f"image's sides multiples of {latent.size_multiple} pixels"

@@ -85,11 +85,8 @@ _SPECIAL: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
 
 
 def _sized(num_tokens: int, width: int, pooled: int) -> dict[str, torch.Tensor]:
-    if not width:
-        return {}
-    widths = {COND: width, POOLED: pooled}
-    shapes = {COND: (num_tokens, width), POOLED: (pooled,)}
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if widths[name]}
+    shapes = {COND: (num_tokens, width), POOLED: (pooled,)} if width else {}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if shape[-1]}
 
 
 def _width(model: nn.Module, name: str) -> int:
