@@ -24,15 +24,15 @@ OFT (arXiv 2306.07280) rotates a layer's outputs without its bias, in blocks of 
 
     y = base(x) + (base(x) - bias) (R - 1)        R = (1 + Q) (1 - Q)^-1, Q = oft_blocks - oft_blocks^T (Cayley)
 
-Each of PEFT's layers gets a subclass whose forward computes this way where PEFT would compute exactly that (one active
-adapter, no dropout, not merged, no autocast). Why: docs/decisions/0005-eight-bit-linears.md.
+Each of PEFT's layers, which have one adapter, gets a subclass whose forward computes this way where PEFT would compute
+exactly that (no dropout, no autocast). Why: docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,26 +45,17 @@ from ..quantization.quantize import full_weight
 from .lora import TRAINABLE_DTYPES
 
 
-def apply_fused_lora(model: nn.Module) -> list[nn.Module]:
-    """Let PEFT's LoRA layers around plain linears and FrozenLinear8 compute as above, in place; returns them. No-op for
-    layers whose base is another, that have a variant (DoRA) or dropout."""
-    from peft.tuners.lora import Linear as LoraLinear
-
-    layers = [m for m in model.modules() if type(m) is LoraLinear and _is_known_base(m.base_layer)]
-    for layer in layers:
-        layer.__class__ = _fused_class(LoraLinear, _lora_output)
-    return list(layers)
-
-
-def apply_fused_lycoris(model: nn.Module) -> None:
-    """Let PEFT's LoKr and LoHa layers around linears compute as above, in place."""
+def apply_fused(model: nn.Module) -> None:
+    """Let PEFT's LoRA layers around plain linears and FrozenLinear8, LoKr and LoHa compute as above, in place; LoRA
+    with a variant (DoRA) or dropout as before."""
     from peft.tuners.loha.layer import Linear as LohaLinear
     from peft.tuners.lokr import Linear as LokrLinear
+    from peft.tuners.lora import Linear as LoraLinear
 
+    outputs: dict[Any, Any] = {LoraLinear: _lora_output, LokrLinear: _lycoris_output, LohaLinear: _lycoris_output}
     for layer in model.modules():
-        own: Any = type(layer)
-        if own in (LokrLinear, LohaLinear):
-            layer.__class__ = _fused_class(own, _lycoris_output)
+        if (own := type(layer)) in outputs:
+            layer.__class__ = _fused_class(own, outputs[own])
 
 
 def fit_loha(layers: Iterable[Any], adapter: str, rank: int) -> None:
@@ -82,11 +73,6 @@ def add_magnitudes(layers: Iterable[Any], adapter: str) -> None:
     for layer in layers:
         weight = full_weight(layer.base_layer).float()
         layer.dora_scale = nn.ParameterDict({adapter: nn.Parameter(weight.norm(dim=1))})
-        layer.merge = _refuse_merge
-
-
-def _refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError("PEFT does not know of LoKr or LoHa with magnitudes; keep it beside the model")
 
 
 @torch.no_grad()
@@ -172,20 +158,16 @@ def _is_known_base(base: nn.Module) -> bool:
 
 def _lora_output(layer: Any, x: Tensor) -> Tensor | None:
     base = layer.base_layer
-    if layer.disable_adapters or layer.merged or is_autocasting(x) or not _is_known_base(base):
-        return None  # the base may have been quantized since
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1 or active[0] in layer.lora_variant or layer.lora_bias.get(active[0], False):
+    if layer.disable_adapters or layer.lora_variant or is_autocasting(x) or not _is_known_base(base):
         return None
-    (name,) = active
-    is_dropping = isinstance(layer.lora_dropout[name], nn.Dropout) and layer.training
+    (name,) = layer.active_adapters
     parts = (layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name])
+    is_dropping = isinstance(parts[2], nn.Dropout) and layer.training
     is_frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
-    is_own = is_frozen and not is_dropping
     # Nor where somebody hangs on a call that this file would pass by. Asked for every LoRA layer at every call, hence
     # not through nn.Module's __getattr__.
     of_each = (each.__dict__ for each in (base, *parts))
-    if not is_own or any("forward" in own or any(own[hooks] for hooks in _HOOKS) for own in of_each):
+    if is_dropping or not is_frozen or any("forward" in own or any(own[hooks] for hooks in _HOOKS) for own in of_each):
         return None
     if x.dtype not in TRAINABLE_DTYPES:
         return None
@@ -233,26 +215,13 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, grad_a, grad_b, None, None
 
 
-def _only_adapter(layer: Any, x: Tensor, tucker: Any) -> str | None:
-    """The one active adapter, if it is of a linear and drops nothing; else None."""
-    active = [name for name in layer.active_adapters if name in layer._available_adapters]
-    if layer.disable_adapters or layer.merged or is_autocasting(x) or len(active) != 1 or active[0] in tucker:
-        return None
-    (name,) = active
-    return None if layer.module_dropout[name] or layer.rank_dropout[name] else str(name)
-
-
 def _lycoris_output(layer: Any, x: Tensor) -> Tensor | None:
     magnitudes = layer._modules.get("dora_scale")
-    is_loha = hasattr(layer, "hada_w1_a")
-    if magnitudes is None:
-        name = _only_adapter(layer, x, layer.hada_t1 if is_loha else layer.lokr_t2)
-    else:  # PEFT would leave them out
-        name = None if layer.disable_adapters else next(iter(magnitudes))
-    if name is None:
+    if layer.disable_adapters or magnitudes is None and is_autocasting(x):  # PEFT would leave magnitudes out
         return None
+    (name,) = layer.active_adapters
     y: Tensor = layer.base_layer(x)
-    if is_loha:
+    if hasattr(layer, "hada_w1_a"):
         added = F.linear(x, _loha_product(layer, name, x.dtype)) * layer.scaling[name]
     else:
         first, *second = (each.to(x.dtype) for each in _lokr_factors(layer, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -157,18 +157,3 @@ def is_autocasting(x: Tensor) -> bool:
     """Whether autocast would change a linear's input; also where the compiler traces."""
     kind = x.device.type
     return kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-
-
-def refuse_merge(model: nn.Module) -> None:
-    """Make every LoRA layer around a FrozenLinear8 refuse merge(), in place: PEFT would add the LoRA to the stored
-    values as if they were the weight, with safe_merge=True and int8 silently."""
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            "cannot merge a LoRA into 8-bit weights, which are coarser than most LoRAs and would round it away; keep "
-            "the LoRA beside the model, or merge it into the bfloat16 model before quantizing"
-        )
-
-    for module in model.modules():
-        if isinstance(module._modules.get("base_layer"), FrozenLinear8):
-            module.merge = refuse  # type: ignore[assignment]

@@ -18,14 +18,12 @@ from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lora import lora_parameters, matches_any, place_lora_with_base, resolve_targets
 from ..patches.lora_linear import (
     add_magnitudes,
-    apply_fused_lora,
-    apply_fused_lycoris,
+    apply_fused,
     apply_oft,
     changed_weight,
     fit_loha,
     oft_block_size,
 )
-from ..quantization.frozen_linear import refuse_merge
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
@@ -232,10 +230,8 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
     if settings.dora and settings.kind != "lora":
         add_magnitudes(map(model.get_submodule, targets), _ADAPTER)
     place_lora_with_base(model)
-    refuse_merge(model)
     dtype = getattr(torch, settings.dtype)
     for name in lora_parameters(model):
         model.get_submodule(name.rpartition(".")[0]).to(dtype)
-    apply_fused_lora(model)
-    apply_fused_lycoris(model)
+    apply_fused(model)
     return LoraHandle(model, tuple(targets))

@@ -20,7 +20,7 @@ from ...checkpoints.load import make_unfilled_transformer, put_tensor, weight_ty
 from ...checkpoints.quantized_files import dequantize, is_kept, read_scales
 from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_records, read_rows
 from ...quantization.eight_bit import quantize_weight, rotation_for
-from ...quantization.frozen_linear import FrozenLinear8, refuse_merge
+from ...quantization.frozen_linear import FrozenLinear8
 from ...quantization.quantize import Quantizer, QuantizeSettings, empty_stored
 from ...system.stopping import alive
 from ..block_lists import called_modules, execution_order
@@ -55,7 +55,6 @@ def load_sharded(
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
     filler.fill()
-    refuse_merge(model)
     return model.requires_grad_(False).eval()
 
 

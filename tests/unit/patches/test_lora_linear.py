@@ -10,7 +10,7 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches import lora_linear
-from devicebridge.patches.lora_linear import apply_fused_lora, apply_fused_lycoris
+from devicebridge.patches.lora_linear import apply_fused
 from devicebridge.quantization.quantize import QuantizeSettings, full_weight
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
@@ -86,17 +86,12 @@ BASE_BOUND = {"none": 0.0, "fp8-compute": 4.5e-2, "int8-compute": 1.5e-2}
 def test_output_and_every_gradient(scheme: str, dtype: torch.dtype, lora_dtype: torch.dtype, bias: bool) -> None:
     layer = make_layer(scheme, dtype, lora_dtype, bias=bias)
     x, grad = make_input(dtype)
-    assert apply_fused_lora(layer) == [layer]
+    apply_fused(layer)
     found, expected = run(layer, x, grad), exact(layer, x, grad)
     assert found[0].dtype is found[1].dtype is dtype and found[2].dtype is found[3].dtype is lora_dtype
     bound = max(LORA_BOUND[dtype], LORA_BOUND[lora_dtype])
     errors = [error(a, b) for a, b in zip(found, expected, strict=True)]
     assert max(errors[:2]) < bound + BASE_BOUND[scheme] and max(errors[2:]) < bound, errors
-
-
-def _two_adapters(layer: Any) -> None:
-    layer.update_layer("other", 4, lora_alpha=4, init_lora_weights=False, config=LoraConfig(r=4))
-    layer.set_adapter(["default", "other"])
 
 
 def _replaced_forward(layer: Any) -> None:
@@ -108,12 +103,11 @@ def _doubled(module: nn.Module) -> None:
 
 
 PEFT_DECIDES: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-    "disabled": ({}, lambda layer: layer.enable_adapters(False)), "merged": ({}, lambda layer: layer.merge()),
-    "two adapters": ({}, _two_adapters), "trained base": ({}, lambda layer: layer.base_layer.requires_grad_(True)),
+    "disabled": ({}, lambda layer: layer.enable_adapters(False)),
+    "trained base": ({}, lambda layer: layer.base_layer.requires_grad_(True)),
     "hook": ({}, lambda layer: _doubled(layer.base_layer)),
     "hook on LoRA": ({}, lambda layer: _doubled(layer.lora_B["default"])), "replaced forward": ({}, _replaced_forward),
     "dropout": ({"lora_dropout": 0.5}, nn.Module.train), "DoRA": ({"use_dora": True}, nn.Module.train),
-    "LoRA bias": ({"lora_bias": True}, nn.Module.train),
 }  # fmt: skip
 
 
@@ -122,7 +116,7 @@ def test_peft_decides_what_is_no_single_plain_lora(case: str, monkeypatch: pytes
     monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
     (options, change), (x, _) = PEFT_DECIDES[case], make_input(torch.float32)
     found = []
-    for fuse in (lambda layer: None, apply_fused_lora):
+    for fuse in (lambda layer: None, apply_fused):
         layer = make_layer(**options)
         change(layer)
         fuse(layer)
@@ -137,7 +131,8 @@ def _must_not_run(*args: Any) -> None:
 
 @pytest.fixture
 def fused() -> Any:
-    (layer,) = apply_fused_lora(make_layer())
+    layer = make_layer()
+    apply_fused(layer)
     return layer
 
 
@@ -167,7 +162,8 @@ def test_the_output_may_be_changed_in_place_and_a_copy_computes_with_its_own_wei
 
 
 def test_compiled_without_a_graph_break() -> None:
-    (layer,) = apply_fused_lora(make_layer(dtype=torch.bfloat16))
+    layer = make_layer(dtype=torch.bfloat16)
+    apply_fused(layer)
     x, grad = make_input(torch.bfloat16)
     found = run(layer, x, grad, torch.compile(layer, backend="aot_eager", fullgraph=True))
     errors = [error(a, b) for a, b in zip(found, exact(layer, x, grad), strict=True)]
@@ -216,26 +212,22 @@ def test_output_and_gradients_are_those_of_peft(size: tuple[int, int, int, int],
     model = _model(*size)
     x = torch.randn(*shape, size[1], generator=torch.Generator().manual_seed(1))
     expected = _run(model, x)
-    apply_fused_lycoris(model)
+    apply_fused(model)
     for ours, theirs in zip(_run(model, x), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_weight_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(24, 36, 2, -1)
-    apply_fused_lycoris(model)
+    apply_fused(model)
     layer = model[0]  # type: ignore[index]
     monkeypatch.setattr(type(layer), "get_delta_weight", lambda *args, **kwargs: pytest.fail("the weight was made"))
     assert model(torch.ones(2, 36)).shape == (2, 24)
 
 
-def test_a_layer_that_is_merged_or_switched_off_is_left_to_peft() -> None:
+def test_a_layer_that_is_switched_off_is_left_to_peft() -> None:
     model = _model(24, 36, 2, -1)
-    apply_fused_lycoris(model)
+    apply_fused(model)
     layer, x = model[0], torch.ones(2, 36)  # type: ignore[index]
-    before = model(x)
-    layer.merge()
-    assert torch.allclose(model(x), before, atol=1e-5)
-    layer.unmerge()
     layer.enable_adapters(False)
     assert torch.equal(model(x), layer.base_layer(x))

@@ -1,7 +1,5 @@
 """Frozen linears that keep what their file has: the numbers, bytes and gradients of the plain weights it means."""
 
-import copy
-import itertools
 from typing import Any, cast
 
 import pytest
@@ -9,10 +7,10 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
-from devicebridge.patches.lora_linear import apply_fused_lora
+from devicebridge.patches.lora_linear import apply_fused
 from devicebridge.quantization import eight_bit, stored
 from devicebridge.quantization.eight_bit import make_rotation
-from devicebridge.quantization.frozen_linear import FrozenLinear8, refuse_merge
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import (
     NOTHING_STORED,
     FileFormat,
@@ -87,7 +85,7 @@ def _with_lora(net: Net, **options: Any) -> dict[str, torch.Tensor]:
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["blocks.0"], init_lora_weights=False, **options)
     torch.manual_seed(2)
     inject_adapter_in_model(config, net)
-    apply_fused_lora(net)
+    apply_fused(net)
     return {name: each for name, each in net.named_parameters() if each.requires_grad}
 
 
@@ -147,18 +145,12 @@ def test_a_layer_keeps_its_bytes_whatever_moves_it_and_tells_their_number(form: 
     assert stored_linear_bytes(linear, SETTINGS) == sum(each.nbytes for each in tensors)
 
 
-def test_dora_a_merge_and_what_is_no_number() -> None:
+def test_dora_and_what_is_no_number() -> None:
     kept, exact, _ = _taken("Q6_K")
     for net in (kept, exact):
         _with_lora(net, use_dora=True)
     x = torch.randn(5, K)
     assert torch.allclose(kept(x), exact(x), atol=1e-5)
-    refuse_merge(kept)
-    held = {name: each.clone() for name, each in kept.state_dict().items()}
-    for net, is_safe in itertools.product((kept, copy.deepcopy(kept)), (False, True)):
-        with pytest.raises(RuntimeError, match="merge"):
-            net.blocks[0].merge(safe_merge=is_safe)
-        assert all(torch.equal(each, held[name]) for name, each in net.state_dict().items())
     with pytest.raises(RuntimeError, match="uint8"):  # what some model casts to the type of the weight
         kept.blocks[0].base_layer(x.to(torch.uint8))
 

@@ -13,7 +13,7 @@ from devicebridge.jobs.job import run_job
 from devicebridge.parallel.devices import random_states
 from devicebridge.parallel.ranks.group import Ranks
 from devicebridge.patches.compile_blocks import CompiledBlocks
-from devicebridge.patches.lora_linear import apply_fused_lora
+from devicebridge.patches.lora_linear import apply_fused
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_steps
@@ -394,7 +394,7 @@ def _real_block(scheme):
         for name in linears:
             block.set_submodule(name, FrozenLinear8.from_linear(block.get_submodule(name), scheme))
     inject_adapter_in_model(LoraConfig(r=8, lora_alpha=8, target_modules=linears, init_lora_weights=False), block)
-    apply_fused_lora(block)
+    apply_fused(block)
     return block.train()
 
 
