@@ -15,11 +15,10 @@ from ..events import EventLog
 from ..jobs.checked_job import JobPlan
 from ..jobs.comfy_entries import ComfyEncoders
 from ..jobs.encode_job import CACHE_PARTS, CachePart, fill_cache, prune_caches, verify_cache
-from ..jobs.job import check_job
 from ..system.stopping import STOPPED, Requests, stop_on_signal
 from ..system.telling import say
 from .jobs import each_model
-from .native import enter, prepared, with_encoders
+from .native import enter, with_encoders
 from .terminal import Terminal
 
 
@@ -38,10 +37,7 @@ def cache(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         plans, encoders = {}, {}
         for path, job in jobs.items():
-            with prepared(job) as info:
-                plan = check_job(job, info=info, is_to_train=False)
-            named, encoders[path] = stack.enter_context(with_encoders(job, plan.info))
-            plans[path] = replace(plan, job=named)
+            plans[path], encoders[path] = stack.enter_context(with_encoders(job))
         if options.verify:
             num_problems = 0
             for name, plan in plans.items():

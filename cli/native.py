@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
+    from ..jobs.checked_job import JobPlan
 
 
 def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig]:
@@ -78,21 +79,23 @@ def prepared(job: JobConfig) -> AbstractContextManager[CheckpointInfo | None]:
 
 
 @contextmanager
-def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
-    """Inside, the encoders that the job names by files are loaded, and the job has their names for the cache.
-    Raises: ValueError for text encoders that are not the model's."""
+def with_encoders(job: JobConfig, should_stop: Callable[[], bool] = never) -> Iterator[tuple[JobPlan, ComfyEncoders]]:
+    """Inside, the encoders that the job, which is checked first, names by files are loaded; its plan's job has their
+    names for the cache. Raises: as check_job; ValueError for text encoders that are not the model's."""
+    with prepared(job) as info:
+        plan = check_job(job, info=info, is_to_train=False, should_stop=should_stop)
     if not job.cache.needs_stock_encoders:
-        yield job, NO_ENCODERS
+        yield replace(plan, job=job), NO_ENCODERS
         return
     from ..nodes.host.comfy_encoders import release_models
     from ..nodes.host.native.files import load_encoders
     from ..nodes.host.native.text import refuse_other_class
 
-    encoders = load_encoders(job)
-    if encoders.clip and info.family.host and info.family.host.text_class:
-        refuse_other_class(encoders.clip, info.family.host.text_class, is_trained=job.lora.text_encoder)
+    encoders, model = load_encoders(job), plan.family.host
+    if encoders.clip and model and model.text_class:
+        refuse_other_class(encoders.clip, model.text_class, is_trained=job.lora.text_encoder)
     try:
-        yield replace(job, cache=encoders.named_in(job.cache)), encoders
+        yield replace(plan, job=replace(job, cache=encoders.named_in(job.cache))), encoders
     finally:
         release_models()
 
@@ -100,15 +103,13 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
 def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[], bool] = never) -> JobConfig:
     """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads.
     on_event: None where another process speaks for this one, which needs no run folder.
-    Raises: Stopped; what check_job, before the encoders are loaded, and cache_job raise."""
+    Raises: Stopped; what with_encoders and cache_job raise."""
     if not job.cache.needs_stock_encoders:
         return job
-    with prepared(job) as info:
-        plan = check_job(job, info=info, is_to_train=False, should_stop=should_stop)
     place = None if on_event is None else Path(job.output.folder)
-    with with_encoders(job, plan.info) as (named, encoders), EventLog(place, on_event) as events:
-        cache_job(replace(plan, job=named), events, should_stop, encoders)
-    return named
+    with with_encoders(job, should_stop) as (plan, encoders), EventLog(place, on_event) as events:
+        cache_job(plan, events, should_stop, encoders)
+    return plan.job
 
 
 def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> JobConfig:

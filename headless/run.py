@@ -53,9 +53,8 @@ def run_workflow(
     graph = read_workflow(workflow)
     with interrupt_on_signal(), tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch:
         if values:
-            changed = set_values(graph, values)
             workflow = Path(scratch) / workflow.name
-            workflow.write_text(json.dumps(changed), encoding="utf-8")
+            workflow.write_text(json.dumps(set_values(graph, values)), encoding="utf-8")
         installed = find_comfyui(comfyui, base, python)
         client = find_comfy_cli()
         on_progress(f"starting ComfyUI in {installed.folder}")

@@ -154,12 +154,9 @@ def test_the_first_process_of_another_machine_needs_no_run_folder(tmp_path, monk
     @dataclasses.dataclass(frozen=True)
     class Plan:
         job: JobConfig
-        info: None = None
 
     told: list[Any] = []
-    monkeypatch.setattr(native, "check_job", lambda job, **how: Plan(job))
-    monkeypatch.setattr(native, "prepared", lambda job: nullcontext())
-    monkeypatch.setattr(native, "with_encoders", lambda job, info: nullcontext((job, None)))
+    monkeypatch.setattr(native, "with_encoders", lambda job, should_stop: nullcontext((Plan(job), None)))
     monkeypatch.setattr(native, "cache_job", lambda plan, events, *more: told.append(events.emit("phase")))
     job = make_job(_values(tmp_path, cache=STOCK))
     native.encoded_once(job, None, Ranks(RankPlace(1, 2, 0, 1)))
