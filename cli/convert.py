@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 import sys
@@ -20,13 +21,7 @@ from ..system.telling import printable, say
 from .other_trainers import MOST_BYTES, Made, Values, flat, read_values, rows_of, tables
 
 _WITHOUT_DECAY = {"adam", "adam8bit", "adam_8bit", "prodigy", "adafactor"}  # where weight_decay is not said
-_MARKS = {  # of each trainer's files, looked for in this order
-    "ai-toolkit": "process",
-    "OneTrainer": "training_method concept_file_name concepts text",
-    "SimpleTuner": "data_backend_config model_family dataset_type instance_data_dir",
-    "diffusion-pipe": "micro_batch_size_per_gpu directory",
-    "kohya": "datasets pretrained_model_name_or_path dit network_module train_data_dir",
-}
+_OF_EVERY_NOISE = {f"objective.{each}" for each in ["loss_weighting", "min_snr_gamma", "lowest_noise", "highest_noise"]}
 _REQUIRED = {"model.path": "-", "train.steps": 1, "output.folder": "-"}  # with what a check of the rest takes for each
 
 
@@ -53,7 +48,7 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
     values, text = ({"train_data_dir": str(path.resolve())}, "") if path.is_dir() else read_values(path)
     first = values[0] if isinstance(values, list) and values and isinstance(values[0], dict) else {}
     names = {*first, *(name for name, _ in _arguments(values))}
-    trainer = next((trainer for trainer, marks in _MARKS.items() if names.intersection(marks.split())), "")
+    trainer = next((trainer for trainer, marks in tables()["marks"].items() if names.intersection(marks)), "")
     if not trainer:
         raise ValueError(
             f"{path} is no file of ai-toolkit, diffusion-pipe, kohya's scripts, musubi-tuner, OneTrainer or "
@@ -62,9 +57,9 @@ def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any],
     made = Made(path, text, trainer)
     try:
         _READERS[made.trainer](made, values)
-        made.own["is_job"] = bool(made.values.keys() & {"model", "lora", "optimizer"})
+        made.own["is_job"] = any(key.startswith(("model.", "lora.", "optimizer.")) for key in made.values)
         if model:
-            made.set("model.path", str(model))
+            made.values["model.path"] = str(model)
         return _finished(made)
     except (ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is not built as {made.trainer} writes it: {error!r:.200}") from error
@@ -96,18 +91,18 @@ def _ai_toolkit(made: Made, values: Any) -> None:
     made.take_folders(process.get("datasets"))
     if (count := process.get("train", {}).get("gradient_accumulation_steps") or 1) > 1:  # theirs counts each as a step
         for key in ("train.steps", "output.save_every_steps", "samples.every_steps"):
-            if steps := made.get(key):
-                made.set(key, math.ceil(steps / count))
-    if made.get("lora.kind") == "lokr" and made.own.get("full_rank", True):
-        made.set("lora.rank", 1024)
-        made.set("lora.alpha", 1024.0)
-    if made.get("optimizer.name") == "prodigy" and (made.get("optimizer.learning_rate") or 0) < 0.1:
-        made.set("optimizer.learning_rate", 1.0)  # as theirs does
+            if steps := made.values.get(key):
+                made.values[key] = math.ceil(steps / count)
+    if made.values.get("lora.kind") == "lokr" and made.own.get("full_rank", True):
+        made.values["lora.rank"] = 1024
+        made.values["lora.alpha"] = 1024.0
+    if made.values.get("optimizer.name") == "prodigy" and (made.values.get("optimizer.learning_rate") or 0) < 0.1:
+        made.values["optimizer.learning_rate"] = 1.0  # as theirs does
     if name := values["config"].get("name"):
-        made.set("output.name", name)
-        made.set("output.folder", f"{made.get('output.folder') or 'output'}/{name}")
-    if (word := made.get("data.trigger_word")) and (prompts := made.get("samples.prompts")):
-        made.set("samples.prompts", [each.replace("[trigger]", word) for each in prompts])
+        made.values["output.name"] = name
+        made.values["output.folder"] = f"{made.values.get('output.folder') or 'output'}/{name}"
+    if (word := made.values.get("data.trigger_word")) and (prompts := made.values.get("samples.prompts")):
+        made.values["samples.prompts"] = [each.replace("[trigger]", word) for each in prompts]
 
 
 def _diffusion_pipe(made: Made, values: Any) -> None:
@@ -141,11 +136,11 @@ def _kohya(made: Made, values: Any) -> None:
             made.folders.append({**folder, **({"regularisation": True} if name == "reg_data_dir" else {})})
     made.take(_without(settings, *of_folders))
     _weigh_regularisation(made)
-    if made.get("data.caption_lines"):
+    if made.values.get("data.caption_lines"):
         made.leave("enable_wildcard", True, "a line of the file is drawn, and {a|b} in a caption stays as it is")
     if made.own.get("epochs_first"):  # which count over steps
         made.own["epochs"] = made.own["epochs_first"]
-        made.values.get("train", {}).pop("steps", None)
+        made.values.pop("train.steps", None)
     if not network.startswith("networks.lo") and network != "lycoris.kohya":
         made.leave("network_module", network, "there is nothing like it here")
     kind = network.removeprefix("networks.lora_").removeprefix("networks.lokr_")
@@ -156,7 +151,7 @@ def _kohya(made: Made, values: Any) -> None:
     if (file := made.own.get("prompt_file")) and not str(file).endswith((".json", ".toml")):
         text = read_ordinary(made.beside(file), MOST_BYTES, "a text file of prompts").decode("utf-8-sig")
         lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
-        made.set("samples.prompts", [re.split(r"\s--\w", line)[0] for line in lines])
+        made.values["samples.prompts"] = [re.split(r"\s--\w", line)[0] for line in lines]
 
 
 def _text_encoders_of_kohya(made: Made, is_stable_diffusion: bool) -> None:
@@ -165,10 +160,10 @@ def _text_encoders_of_kohya(made: Made, is_stable_diffusion: bool) -> None:
     if rate is None and "unet_lr" in made.given:
         rate = made.given.get("learning_rate")
     is_trained = is_stable_diffusion and not made.own.get("unet_only") and rate not in (0, "0")
-    if is_trained and _is_file(made.get("model.path")):
-        made.set("lora.text_encoder", True)
+    if is_trained and _is_file(made.values.get("model.path")):
+        made.values["lora.text_encoder"] = True
         if rate:
-            made.set("optimizer.text_encoder_learning_rate", float(rate))
+            made.values["optimizer.text_encoder_learning_rate"] = float(rate)
     elif is_trained or "text_rate" in made.own and rate not in (0, "0"):
         made.leave("text_encoder_lr", rate, "text encoders are trained of a Stable Diffusion checkpoint in one file")
 
@@ -209,7 +204,7 @@ def _one_trainer(made: Made, values: Any) -> None:
         concepts = values.get("concepts") or (made.read_beside(listed) if listed is not None else ())
     for each in concepts:
         if each.get("type") == "VALIDATION" or each.get("validation_concept"):
-            made.set("evaluation.folder", each["path"])
+            made.values["evaluation.folder"] = each["path"]
         elif each.get("type") == "PRIOR_PREDICTION" and each.get("enabled", True):
             reason = "images are the targets here, and not what the model says without the LoRA"
             made.leave("concept of type PRIOR_PREDICTION", each["path"], reason)
@@ -217,19 +212,19 @@ def _one_trainer(made: Made, values: Any) -> None:
             counts_samples = each.get("balancing_strategy") == "SAMPLES"
             made.take_folders([_without(each, "balancing") if counts_samples else each])
     if file := made.own.get("output_file"):
-        made.set("output.folder", made.get("output.folder") or str(Path(file).parent))
-        made.set("output.name", Path(file).stem)
+        made.values["output.folder"] = made.values.get("output.folder") or str(Path(file).parent)
+        made.values["output.name"] = Path(file).stem
     for what, key in (("save", "output.save_every_steps"), ("sample", "samples.every_steps")):
         unit, count = made.own.get(f"{what}_unit"), made.own.get(f"{what}_every")
         if unit == "STEP" and count:
-            made.set(key, int(count))
+            made.values[key] = int(count)
         elif unit == "EPOCH":
             made.own[f"{what}_epochs"] = count
         elif unit not in (None, "NEVER"):
             made.leave(f"{what}_{'every' if what == 'save' else 'after'}", f"{count} {unit}", f"{key} counts steps")
     made.own["ema"] = made.own.get("ema", "OFF") != "OFF"
     if isinstance(values, dict) and values.get("clip_grad_norm", 1) is None:
-        made.set("train.clip_norm", 0)
+        made.values["train.clip_norm"] = 0
 
 
 def _simple_tuner(made: Made, values: Any) -> None:
@@ -243,8 +238,8 @@ def _simple_tuner(made: Made, values: Any) -> None:
         whole["resolution"] = whole["resolution"] or 1024  # as theirs
     if size := made.own.get("sample_size"):
         sides = [int(each) for each in str(size).lower().split("x")]
-        made.set("samples.width", sides[0])
-        made.set("samples.height", sides[-1])
+        made.values["samples.width"] = sides[0]
+        made.values["samples.height"] = sides[-1]
     for each in backends:
         if each.get("dataset_type", "image") not in ("image", "video") or each.get("disabled"):
             continue
@@ -276,58 +271,61 @@ _READERS: dict[str, Callable[[Made, Any], None]] = {
 def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
     own = made.own
     if transformer := own.get("transformer"):
-        made.set("model.path", transformer)
+        made.values["model.path"] = transformer
     notes = _name_encoders(made)
     made.anchor()
     resolutions = [each.get("resolutions") for each in made.folders]
     if made.folders and resolutions[0] and all(each == resolutions[0] for each in resolutions):
-        made.set("data.resolutions", resolutions[0])
+        made.values["data.resolutions"] = resolutions[0]
         for each in made.folders:
             del each["resolutions"]
     if made.folders:
-        made.set("data.folders", made.folders)
+        made.values["data.folders"] = made.folders
     _count_steps(made)
     _name_further_lines(made)
     _draw_noise(made)
     names = [name for name, row in rows_of(made.trainer).items() if row == ["optimizer.name", "optimizers"]]
     optimizers = {str(made.given.get(each)).lower() for each in names}
-    if made.get("optimizer.weight_decay") is None and optimizers & _WITHOUT_DECAY:
-        made.set("optimizer.weight_decay", 0.0)
-    defaults = tables()["defaults"].get(made.trainer, {}) if own["is_job"] else {}
-    for key, value in defaults.items():
-        made.set(key, value if made.get(key) is None else made.get(key))
-    if (rank := made.get("lora.rank")) and made.get("lora.alpha") is None:  # diffusion-pipe's and SimpleTuner's rule
-        made.set("lora.alpha", float(rank))
+    if optimizers & _WITHOUT_DECAY:
+        made.values.setdefault("optimizer.weight_decay", 0.0)
+    for key, value in tables()["defaults"].get(made.trainer, {}).items() if own["is_job"] else ():
+        made.values.setdefault(key, value)
+    if rank := made.values.get("lora.rank"):
+        made.values.setdefault("lora.alpha", float(rank))  # diffusion-pipe's and SimpleTuner's rule
     if not own.get("ema"):
-        made.values.get("train", {}).pop("ema_decay", None)
-    elif not made.get("train.ema_decay"):
-        made.set("train.ema_decay", 0.999)
-    by_level = {"min_snr_gamma": own.get("min_snr")}
+        made.values.pop("train.ema_decay", None)
+    elif not made.values.get("train.ema_decay"):
+        made.values["train.ema_decay"] = 0.999
+    gamma = own.get("min_snr")
     if own.get("clip_type"):
-        by_level["debiased_estimation_loss"] = bool(made.values.get("objective", {}).pop("loss_weighting", ""))
-        for name, value in by_level.items():
+        is_debiased = bool(made.values.pop("objective.loss_weighting", ""))
+        for name, value in {"min_snr_gamma": gamma, "debiased_estimation_loss": is_debiased}.items():
             if value:
                 made.leave(name, value, "flow models have no weights by noise level")
-    elif gamma := by_level["min_snr_gamma"]:
-        made.set("objective.loss_weighting", "min_snr")
-        made.set("objective.min_snr_gamma", float(gamma))
+    elif gamma:
+        made.values["objective.loss_weighting"] = "min_snr"
+        made.values["objective.min_snr_gamma"] = float(gamma)
     if own.get("no_samples"):
-        made.values.pop("samples", None)
+        made.values = {key: value for key, value in made.values.items() if not key.startswith("samples.")}
     _check(made)
-    notes += [f"To be filled in: {key}" for key in _REQUIRED if made.get(key) is None]
+    notes += [f"To be filled in: {key}" for key in _REQUIRED if made.values.get(key) is None]
     notes += [f"Left out, {reason}: {', '.join(settings)}" for reason, settings in made.left.items()]
-    return made.values, notes, made.trainer
+    return _nested(made.values), notes, made.trainer
+
+
+def _nested(values: Values) -> dict[str, Any]:
+    """Sections, of values by "section.name"."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        functools.reduce(lambda inner, each: inner.setdefault(each, {}), sections, found)[name] = value
+    return found
 
 
 def _check(made: Made) -> None:
     """Raises: ValueError for what no job takes, with the name and line of each setting in the file."""
-    whole: dict[str, Any] = {name: dict(section) for name, section in made.values.items()}
-    whole.setdefault("data", {}).setdefault("folders", [{"path": "-"}])
-    for key, stand_in in _REQUIRED.items():
-        section, name = key.split(".")
-        whole.setdefault(section, {}).setdefault(name, stand_in)
     try:
-        make_job(whole)
+        make_job(_nested({"data.folders": [{"path": "-"}], **_REQUIRED, **made.values}))
     except ValueError as error:
         first, *lines = str(error).splitlines()
         named = [(line, re.sub(r"\.\d+", "", line.strip().split(":")[0])) for line in lines]
@@ -340,19 +338,19 @@ def _is_file(name: Any) -> bool:
 
 
 def _name_encoders(made: Made) -> list[str]:
-    if _is_file(made.get("model.path")):
-        made.set("model.family", "comfyui")
+    if _is_file(made.values.get("model.path")):
+        made.values["model.family"] = "comfyui"
     if vae := made.own.get("vae"):
-        made.set("cache.stock_vae" if _is_file(vae) else "cache.vae", str(vae))
+        made.values["cache.stock_vae" if _is_file(vae) else "cache.vae"] = str(vae)
     clips = [one for each in made.own.get("clip", ()) for one in (each if isinstance(each, list) else [each])]
     for each in clips:
         if not _is_file(each):
             made.leave("text encoder", each, "a file of ComfyUI's text encoders is named in cache.stock_clip")
     if not (files := [str(each) for each in clips if _is_file(each)]):
         return []
-    made.set("cache.stock_clip", files)
+    made.values["cache.stock_clip"] = files
     if kind := made.own.get("clip_type"):
-        made.set("cache.stock_clip_type", kind)
+        made.values["cache.stock_clip_type"] = kind
     return [] if kind else ["To be filled in: cache.stock_clip_type, which ComfyUI's CLIP loader calls type"]
 
 
@@ -364,12 +362,10 @@ def _draw_noise(made: Made) -> None:
         if of in ("lora", "kohya"):  # of Stable Diffusion, or of what kohya_ss says beside it
             kind = str(given.get("LoRA_type")).lower()
             of = "lora_flux" if kind == "flux1" or given.get("flux1_checkbox") or given.get("ae") else kind
-            levels = made.values.pop("objective", {}) if of not in ("lora_flux", "sd3") else {}
-            for key, value in levels.items():
-                if key in ("loss_weighting", "min_snr_gamma", "lowest_noise", "highest_noise"):
-                    made.set(f"objective.{key}", value)
-                else:
-                    made.leave(made.origins[f"objective.{key}"].partition(",")[0], value, "it is of flow models there")
+            for key in list(made.values) if of not in ("lora_flux", "sd3") else ():
+                if key.startswith("objective.") and key not in _OF_EVERY_NOISE:
+                    name = made.origins[key].partition(",")[0]
+                    made.leave(name, made.values.pop(key), "it is of flow models there")
     name, value, shift = tables()["noise"].get(of, ("", "", 0.0))
     is_flow = {
         "ai-toolkit": given.get("train.noise_scheduler") == "flowmatch" or name in given,
@@ -380,35 +376,35 @@ def _draw_noise(made: Made) -> None:
         return
     of_flux = {"guidance_scale": 3.5, "model_prediction_type": "sigma_scaled"} if of == "lora_flux" else {}
     made.take({key: each for key, each in {name: value, **of_flux}.items() if key not in given})
-    if made.get("objective.timestep_sampling") is None:
+    if made.values.get("objective.timestep_sampling") is None:
         return  # it is listed
     if made.trainer == "kohya" and str(given[name]).lower() in ("sigmoid", "uniform"):
-        if made.get("objective.shift") not in (None, 1):
+        if made.values.get("objective.shift") not in (None, 1):
             reason = f"it has no effect there with {name} {given[name]}"
             made.leave("discrete_flow_shift", given["discrete_flow_shift"], reason)
-        made.set("objective.shift", 1.0)
-    elif made.get("objective.shift") is None and not given.get("dynamic_timestep_shifting"):
-        made.set("objective.shift", shift)
+        made.values["objective.shift"] = 1.0
+    elif made.values.get("objective.shift") is None and not given.get("dynamic_timestep_shifting"):
+        made.values["objective.shift"] = shift
 
 
 def _count_steps(made: Made) -> None:
     """Steps of so many epochs, counted from the images of the folders where these are there."""
     images = 0
     for each in made.folders:
-        sizes = each.get("resolutions") or made.get("data.resolutions") or [0]
+        sizes = each.get("resolutions") or made.values.get("data.resolutions") or [0]
         draws = 1 if made.trainer == "OneTrainer" else len(sizes)  # it draws one
         images += len(_images(each)) * each.get("repeats", 1) * draws
-    per_step = (made.get("train.batch_size") or 1) * (made.get("train.gradient_accumulation_steps") or 1)
+    per_step = (made.values.get("train.batch_size") or 1) * (made.values.get("train.gradient_accumulation_steps") or 1)
     keys = {"epochs": "train.steps", "save_epochs": "output.save_every_steps", "sample_epochs": "samples.every_steps"}
     for name, key in keys.items():
         epochs = made.own.get(name)
         if epochs and images and isinstance(per_step, int):
-            steps, said = math.ceil(float(epochs) * math.ceil(images / per_step)), made.get(key)
+            steps, said = math.ceil(float(epochs) * math.ceil(images / per_step)), made.values.get(key)
             if said and made.trainer != "diffusion-pipe":
                 made.leave(name, epochs, f"{key} is said, too")
             else:  # the first of both ends diffusion-pipe's
-                made.set(key, min(steps, said or steps))
-        elif epochs and made.get(key) is None:
+                made.values[key] = min(steps, said or steps)
+        elif epochs and made.values.get(key) is None:
             made.leave(name, epochs, f"{key} counts steps, and no image is there to count them by")
 
 
@@ -420,7 +416,7 @@ def _images(folder: Values) -> list[Path]:
 def _name_further_lines(made: Made) -> None:
     """sd-scripts, but not musubi-tuner, reads the first line of a caption file."""
     is_musubi = not made.given.keys().isdisjoint(("dit", "image_directory", "video_directory"))
-    if made.trainer != "kohya" or is_musubi or made.get("data.caption_lines"):
+    if made.trainer != "kohya" or is_musubi or made.values.get("data.caption_lines"):
         return
     captions = ((path, own_captions(path, Tables())[0]) for each in made.folders for path in _images(each))
     found = [path.name for path, texts in captions if texts and len(texts[0].splitlines()) > 1]

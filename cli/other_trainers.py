@@ -47,7 +47,7 @@ class Made:
 
     def __init__(self, path: Path, text: str, trainer: str) -> None:
         self.path, self.text, self.trainer = path, text, trainer
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # "section.name" -> value
         self.folders: list[dict[str, Any]] = []
         self.left: dict[str, list[str]] = {}  # reason -> settings
         self.origins: dict[str, str] = {}  # our key -> theirs
@@ -83,7 +83,7 @@ class Made:
                 value = _CHANGES[change](value)
             value = None if value is None else _as_kind(value, full)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):
-            now = self.get(key) or (job_keys()[full].default if full in job_keys() else "")
+            now = self.values.get(key) or (job_keys()[full].default if full in job_keys() else "")
             self.leave(name, value, "there is nothing like it here" + (f", so {full} is {now!r}" if now else ""))
             return
         if value is None:
@@ -95,8 +95,8 @@ class Made:
             self.own[key[1:]] = [*self.own.get("clip", ()), value] if key == ":clip" else value
         elif folder is not None and "." not in key:
             folder[key] = value
-        elif (before := self.get(key)) is None:
-            self.set(key, value)
+        elif (before := self.values.get(key)) is None:
+            self.values[key] = value
         elif before != value:
             self.leave(name, value, f"{key} holds for the whole job, and is {before!r}")
 
@@ -104,14 +104,6 @@ class Made:
         settings = self.left.setdefault(reason, [])
         if (setting := f"{name} = {value!r:.60}") not in settings:
             settings.append(setting)
-
-    def set(self, key: str, value: Any) -> None:
-        *sections, name = key.split(".")
-        functools.reduce(lambda values, each: values.setdefault(each, {}), sections, self.values)[name] = value
-
-    def get(self, key: str) -> Any:
-        *sections, name = key.split(".")
-        return functools.reduce(lambda values, each: values.get(each, {}), sections, self.values).get(name)
 
     def read_beside(self, name: Any) -> Any:
         values, text = read_values(self.beside(name))
@@ -132,14 +124,15 @@ class Made:
 
     def anchor(self) -> None:
         """Relative paths to what is there become absolute: a job's start at its own folder."""
-        for key in job_keys().values():
-            sections = self.folders if key.section == "data.folders" else [self.values.get(key.section, {})]
-            for section in sections if key.is_path or key.path in STOCK_FILES else ():
-                given = section.get(key.name)
+        for key in (each for each in job_keys().values() if each.is_path or each.path in STOCK_FILES):
+            is_of_folder = key.section == "data.folders"
+            name = key.name if is_of_folder else key.path
+            for section in self.folders if is_of_folder else [self.values]:
+                given = section.get(name)
                 if isinstance(given, list):
-                    section[key.name] = [str(self.find(each) or each) for each in given]
+                    section[name] = [str(self.find(each) or each) for each in given]
                 elif given:
-                    section[key.name] = str(self.find(given) or given)
+                    section[name] = str(self.find(given) or given)
 
     def take_folders(self, given: Any, general: Values | None = None) -> None:
         for each in given or ():
