@@ -31,14 +31,12 @@ class ImagesToCaption(io.ComfyNode):
         from ..data.caption_files import whole_picture
 
         paths = list(_to_caption(dataset))
-        if not paths:
-            host.NodeView(cls.hidden.unique_id).show_text("Every image has a caption.")
-            none = host.blocked(1)
-            return io.NodeOutput(none, none)
         chosen = paths[:at_most]
-        images = [whole_picture(path, longest_side) for path in chosen]
-        host.NodeView(cls.hidden.unique_id).show_text(f"{len(chosen)} of {len(paths)} images without a caption")
-        return io.NodeOutput(images, [str(path) for path in chosen])
+        text = f"{len(chosen)} of {len(paths)} images without a caption" if paths else "Every image has a caption."
+        host.NodeView(cls.hidden.unique_id).show_text(text)
+        if not paths:
+            return io.NodeOutput(host.blocked(1), host.blocked(1))
+        return io.NodeOutput([whole_picture(path, longest_side) for path in chosen], list(map(str, chosen)))
 
 
 class WriteCaptions(io.ComfyNode):

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)
-
-
 _BALANCES = ("memory", "time", "manual")
 _WEIGHTS = ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"]
 _FIXED = (
@@ -39,17 +37,8 @@ _FIXED = (
 
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the list of devices shows what is there now."""
-    return [
-        io.Combo.Input(
-            "devices",
-            default=AUTO,
-            tooltip="GPUs that hold the blocks, in order. The first also holds the embeddings, the last layers and "
-            "what the sampler works on. auto takes every GPU, and on a machine with one leaves the model as it is; a "
-            "device named here must exist.",
-            **device_options(AUTO, several=True, has_cpu=False),
-        ),
-        *_FIXED,
-    ]
+    devices = io.Combo.Input("devices", default=AUTO, **device_options(AUTO, several=True, has_cpu=False))
+    return [devices, *_FIXED]
 
 
 class _SplitNode(io.ComfyNode):

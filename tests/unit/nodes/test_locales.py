@@ -13,7 +13,6 @@ from devicebridge.tests import comfy_stub
 ROOT = Path(__file__).resolve().parents[3]
 LANGUAGES = sorted(folder.name for folder in (ROOT / "locales").iterdir())
 _PLACE = re.compile(r"\bt\(\s*'((?:[^'\\]|\\.)*)'")  # of a text in the page's source
-_NO_TOOLTIP = {"devices"}  # in English: the node's own says how much memory is free now, and a file's would hide that
 
 
 @pytest.fixture
@@ -32,8 +31,6 @@ def _texts_of(schema: Any) -> dict[str, Any]:
         each.id: {"name": each.options.get("display_name") or each.id, "tooltip": each.options["tooltip"]}
         for each in schema.inputs
     }
-    for name in _NO_TOOLTIP & set(inputs):
-        del inputs[name]["tooltip"]
     outputs = {
         str(index): {"name": each.display_name, "tooltip": each.tooltip} for index, each in enumerate(schema.outputs)
     }
