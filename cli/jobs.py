@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
@@ -16,12 +17,13 @@ from ..jobs.lora_output import describe_file
 from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine, preview_model
 from ..jobs.resume import TrainingResult
+from ..parallel.ranks.group import ALONE
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.plan import describe_plan
 from ..system.stopping import STOPPED, find_launch, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
-from .native import encoded, encoded_once, enter, prepared
+from .native import encoded_once, enter, prepared
 from .terminal import Terminal
 
 
@@ -40,41 +42,34 @@ def train(options: argparse.Namespace) -> int:
         )
     (job,) = enter([job], options.arguments)
     if place is not None:
-        return as_rank(place, lambda should_stop: _train_rank(options, job, place, should_stop))
+        return as_rank(place, lambda should_stop: _train(options, job, place, should_stop))
     if job.model.second_expert:
         return _train_pair(options, job)
     with stop_on_signal() as stop:
-        listener = Terminal()
         try:
-            job = encoded(job, listener, stop)
+            return _train(options, job, None, stop)
         except Stopped as stopped:
             say(f"{stopped}: devicebridge train {options.job}")
             return STOPPED
-        with prepared(job) as info:
-            known = {"info": info, "host_share": options.host_share}
-            result = run_job(job, resume=options.resume, on_event=listener, should_stop=stop, **known)
-    return _conclude(options, job, result)
 
 
-def _train_rank(options: argparse.Namespace, job: JobConfig, place: RankPlace, should_stop: Callable[[], bool]) -> int:
-    if place.rank:
-        logging.getLogger().setLevel(logging.ERROR)  # the first one's warnings are the others', too
-    listener = Terminal() if place.rank == 0 else None
-    with open_ranks(job, place, should_stop) as ranks:
-        resume = options.resume or ranks.place.num_restarts > 0
-        try:
-            job = encoded_once(job, listener, ranks)
-        except Stopped:
-            return STOPPED
-        with prepared(job) as info:
-            result = run_job(job, info=info, resume=resume, on_event=listener, should_stop=should_stop, ranks=ranks)
-    return _conclude(options, job, result, place) if place.rank == 0 else 0
-
-
-def _conclude(
-    options: argparse.Namespace, job: JobConfig, result: TrainingResult, place: RankPlace | None = None
+def _train(
+    options: argparse.Namespace, job: JobConfig, place: RankPlace | None, should_stop: Callable[[], bool]
 ) -> int:
-    """Say how a training ended; returns the exit code."""
+    """Train in this process, of several where it has a place, and say how that ended; returns the exit code.
+    Raises: Stopped before anything is trained."""
+    is_first = place is None or place.rank == 0
+    if not is_first:
+        logging.getLogger().setLevel(logging.ERROR)  # the first one's warnings are the others', too
+    listener = Terminal() if is_first else None
+    with open_ranks(job, place, should_stop) if place else nullcontext(ALONE.stopped_by(should_stop)) as ranks:
+        resume = options.resume or ranks.place.num_restarts > 0
+        job = encoded_once(job, listener, ranks)
+        with prepared(job) as info:
+            known = {"info": info, "host_share": options.host_share, "ranks": ranks}
+            result = run_job(job, resume=resume, on_event=listener, should_stop=should_stop, **known)
+    if not is_first:
+        return 0
     if result.step >= job.train.steps and options.resume:
         say(f"complete: {result.step} of {job.train.steps} steps are done")
     _say_made(result)

@@ -14,7 +14,7 @@ from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import EventLog, Listener
-from ..headless.server import find_comfyui
+from ..headless.server import ROOT, find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import cache_job
 from ..jobs.job import check_job
@@ -23,8 +23,6 @@ from ..parallel.ranks.group import Ranks
 from ..runs.queue import is_native_process, native_command
 from ..system.processes import go_on_as
 from ..system.telling import say
-
-ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
