@@ -23,7 +23,7 @@ from ..planning.plan import describe_plan
 from ..system.stopping import STOPPED, find_launch, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
-from .native import encoded_once, enter, prepared
+from .native import encoded, enter, prepared
 from .terminal import Terminal
 
 
@@ -64,7 +64,7 @@ def _train(
     listener = Terminal() if is_first else None
     with open_ranks(job, place, should_stop) if place else nullcontext(ALONE.stopped_by(should_stop)) as ranks:
         resume = options.resume or ranks.place.num_restarts > 0
-        job = encoded_once(job, listener, ranks)
+        job = encoded(job, listener, ranks)
         with prepared(job) as info:
             known = {"info": info, "host_share": options.host_share, "ranks": ranks}
             result = run_job(job, resume=resume, on_event=listener, should_stop=should_stop, **known)

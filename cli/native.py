@@ -98,28 +98,25 @@ def with_encoders(job: JobConfig, should_stop: Callable[[], bool] = never) -> It
         release_models()
 
 
-def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[], bool] = never) -> JobConfig:
-    """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads.
-    on_event: None where another process speaks for this one, which needs no run folder.
-    Raises: Stopped; what with_encoders and cache_job raise."""
-    if not job.cache.needs_stock_encoders:
-        return job
-    place = None if on_event is None else Path(job.output.folder)
-    with with_encoders(job, should_stop) as (plan, encoders), EventLog(place, on_event) as events:
-        cache_job(plan, events, should_stop, encoders)
-    return plan.job
+def encoded(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> JobConfig:
+    """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads. The
+    first rank of each machine encodes, and the others wait. on_event: None where another process speaks for this one,
+    which needs no run folder.
+    Raises: as with_encoders, cache_job and unless_stopped; ValueError where machines have other encoders."""
 
+    def by_this_rank() -> JobConfig:
+        place = None if on_event is None else Path(job.output.folder)
+        with with_encoders(job, ranks.is_stop_asked) as (plan, encoders), EventLog(place, on_event) as events:
+            cache_job(plan, events, ranks.is_stop_asked, encoders)
+        return plan.job
 
-def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> JobConfig:
-    """As encoded, by the first rank of each machine while the others wait; all ranks.
-    Raises: as unless_stopped; ValueError where machines have other encoders."""
     if not ranks.any(job.cache.needs_stock_encoders):
         return job
-    is_early = ranks.place.local_rank == 0
-    own = unless_stopped(ranks, lambda: encoded(job, on_event, ranks.is_stop_asked) if is_early else job)
+    is_early = ranks.place.local_rank == 0 and job.cache.needs_stock_encoders
+    own = unless_stopped(ranks, lambda: by_this_rank() if is_early else job)
     names = ("text_source", "latent_source", "audio_source", "vision_source")
     sources = ranks.from_first(lambda: [getattr(own.cache, name) for name in names])
-    if ranks.any(is_early and sources != [getattr(own.cache, name) for name in names]):
+    if ranks.any(ranks.place.local_rank == 0 and sources != [getattr(own.cache, name) for name in names]):
         raise ValueError("the machines of this job have other text encoders, VAEs or vision models; give all the same")
     return replace(job, cache=replace(job.cache, **dict(zip(names, sources, strict=True))))
 

@@ -27,6 +27,7 @@ from devicebridge.nodes.host.native.source import read_native
 from devicebridge.nodes.host.native.text import encoded as states_of
 from devicebridge.nodes.train import TrainLora
 from devicebridge.nodes.types import TrainingDataset, TrainingModel
+from devicebridge.parallel.ranks.group import ALONE
 from devicebridge.tests.comfy import native_steps
 from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
@@ -117,7 +118,7 @@ class Bench(native_steps.Bench):
             small_sizes(self.family),
         ):
             here = replace(job, split=replace(job.split, devices=("cpu",)))
-            named = replace(job, cache=encoded(here, lambda event: None).cache)
+            named = replace(job, cache=encoded(here, lambda event: None, ALONE).cache)
             with native_training(), native_steps.cards_of(job):
                 yield named
 

@@ -1,6 +1,5 @@
 """Jobs that only a process with ComfyUI can run: what the command line does with them where it has none."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -8,13 +7,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomlkit
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.cli.main import main
-from devicebridge.config.job import JobConfig, load_job, make_job, save_job
+from devicebridge.config.job import load_job, make_job, save_job
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.runs.queue import JobQueue, native_command
@@ -142,24 +142,21 @@ def test_every_process_learns_by_what_the_first_one_encoded(tmp_path: Path, monk
 
     sources = {f"{kind}_source": f"comfyui 0.33.0 {name} {'0' * 64}" for kind, name in _SOURCES.items()}
     done = make_job(_values(tmp_path, cache={**STOCK, **sources}))
-    monkeypatch.setattr(native, "encoded", lambda *args: done)
+    monkeypatch.setattr(native, "with_encoders", lambda *given: nullcontext((SimpleNamespace(job=done), None)))
+    monkeypatch.setattr(native, "cache_job", lambda *given: None)
     job = make_job(_values(tmp_path, cache={**STOCK, "stock_vision": "vision.safetensors"}))
-    found = native.encoded_once(job, None, ALONE).cache
+    found = native.encoded(job, None, ALONE).cache
     assert {name: getattr(found, name) for name in sources} == sources
 
 
 def test_the_first_process_of_another_machine_needs_no_run_folder(tmp_path, monkeypatch):
     from devicebridge.cli import native
 
-    @dataclasses.dataclass(frozen=True)
-    class Plan:
-        job: JobConfig
-
     told: list[Any] = []
-    monkeypatch.setattr(native, "with_encoders", lambda job, should_stop: nullcontext((Plan(job), None)))
+    monkeypatch.setattr(native, "with_encoders", lambda job, stop: nullcontext((SimpleNamespace(job=job), None)))
     monkeypatch.setattr(native, "cache_job", lambda plan, events, *more: told.append(events.emit("phase")))
     job = make_job(_values(tmp_path, cache=STOCK))
-    native.encoded_once(job, None, Ranks(RankPlace(1, 2, 0, 1)))
+    native.encoded(job, None, Ranks(RankPlace(1, 2, 0, 1)))
     assert told == [None] and not (tmp_path / "run").exists()
-    native.encoded_once(job, told.append, ALONE)
+    native.encoded(job, told.append, ALONE)
     assert len(told) == 3 and (tmp_path / "run" / "events.jsonl").exists()
