@@ -151,7 +151,6 @@ def refusals(faults: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def version() -> str:
-    """The version of the ComfyUI of this process."""
     with contextlib.suppress(Exception):
         return str(importlib.import_module("comfyui_version").__version__)
     return "of unknown version"

@@ -73,7 +73,6 @@ class EventLog:
             self._warn(failed)
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
-        """Announce one event."""
         if self._file is None:
             return
         try:

@@ -26,7 +26,6 @@ _REQUIRED = {"model.path": "-", "train.steps": 1, "output.folder": "-"}  # with 
 
 
 def convert(options: argparse.Namespace) -> int:
-    """The command: prints the job, or writes it and prints what it leaves out."""
     if options.output and options.output.exists():
         raise ValueError(f"{options.output} is there already; choose another name for --output")
     values, notes, trainer = convert_file(options.file, options.model)

@@ -53,7 +53,6 @@ def collect(python: Path | None = None) -> dict[str, Any]:
 
 
 def report(facts: dict[str, Any]) -> str:
-    """The same facts for people."""
     lines = [f"DeviceBridge {facts['devicebridge']} on {facts['system']}, {facts['cpu_count']} CPU cores", ""]
     lines.append("Devices")
     for device in facts["devices"]:

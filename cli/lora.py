@@ -28,7 +28,6 @@ _TOOLS = {
 
 
 def add_lora_tools(parser: argparse.ArgumentParser) -> None:
-    """The commands below `devicebridge lora`."""
     commands = parser.add_subparsers(required=True, metavar="TOOL")
     for name, help_text in _TOOLS.items():
         command = commands.add_parser(name, help=help_text)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import EventLog, Listener
 from ..headless.server import ROOT, find_comfyui
+from ..jobs.checked_job import JobPlan
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import cache_job
 from ..jobs.job import check_job
@@ -23,10 +24,6 @@ from ..parallel.ranks.group import Ranks
 from ..runs.queue import is_native_process, native_command
 from ..system.processes import go_on_as
 from ..system.telling import say
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import CheckpointInfo
-    from ..jobs.checked_job import JobPlan
 
 
 def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig]:

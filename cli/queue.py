@@ -36,7 +36,7 @@ def jobs(options: argparse.Namespace) -> int:
         say(f"{options.stop} ends its step and saves")
         return 0
     runs = store.ids() if options.all else store.shown()
-    left_out = len(store.ids()) - len(runs)
+    left_out = len(store.runs) - len(runs)
     values: dict[str, Any] = {
         "runs": [store.summary(run) for run in runs],
         "left_out": left_out,

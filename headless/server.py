@@ -30,8 +30,6 @@ _TOLD_LINE = re.compile(r"(?:\[INFO\] )?((?:\[\w+\] )?(?:split|training): .*)") 
 
 @dataclass(frozen=True)
 class Server:
-    """A running ComfyUI and its log."""
-
     process: processes.Running
     port: int
     log: Path

@@ -82,6 +82,5 @@ def add_page() -> None:
 
 
 def make_extension() -> ComfyExtension:
-    """What ComfyUI asks the pack for."""
     logging.getLogger(PACK).addHandler(EscapedLogs())
     return DeviceBridgeExtension()

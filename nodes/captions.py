@@ -40,7 +40,6 @@ _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision":
 
 
 def _inputs() -> list[Socket | io.Input]:
-    """Made anew each time: the lists show what is there now."""
     files, vaes = map(folders.list_components, ("text_encoders", "vae"))
     return [
         ModelSocket.Input("model"),

@@ -30,7 +30,6 @@ _LINES = f"One per line. {_PLACE}"
 
 
 def _inputs() -> list[Socket | io.Input]:
-    """Made anew each time: the lists show what is there now."""
     there = folders.list_input_folders()
     ways = [NONE, *filter(None, job_keys()["data.condition"].choices)]
     return [

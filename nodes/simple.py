@@ -69,7 +69,6 @@ def expert_of(info: CheckpointInfo) -> str:
 
 
 def _inputs() -> list[io.Input]:
-    """Made anew each time: the lists show what is there now."""
     return [
         io.Combo.Input("model", **file_options(*folders.list_models())),
         io.Combo.Input("images", **file_options(*folders.list_input_folders())),

@@ -36,7 +36,6 @@ _FIXED = (
 
 
 def _inputs() -> list[Socket | io.Input]:
-    """Made anew each time: the list of devices shows what is there now."""
     devices = io.Combo.Input("devices", default=AUTO, **device_options(AUTO, several=True, has_cpu=False))
     return [devices, *_FIXED]
 

@@ -84,7 +84,6 @@ class Api:
             return Answer(400 if isinstance(error, ValueError) else 500, {"error": str(error)})
 
     def state(self) -> dict[str, Any]:
-        """Runs, queue and cards: what the page shows first."""
         runs = [self._store.summary(run) for run in self._store.shown()]
         return {"runs": runs, "jobs": self._queue.describe(), "cards": self._host.cards()}
 
@@ -200,7 +199,7 @@ class News:
         news = [values for values in looked if values is not None]
         self.is_busy = any(state == "running" for state, *_ in self._known.values())
         found: dict[str, Any] = {"runs": news} if news else {}
-        if gone := [run for run in self._known if run not in self.store]:
+        if gone := [run for run in self._known if run not in self.store.runs]:
             found["gone"] = gone
             for run in gone:
                 del self._known[run]

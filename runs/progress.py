@@ -118,7 +118,6 @@ def _text(value: Any) -> str:
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    """Of an object in an event."""
     return {name: each for name, each in values.items() if is_number(each)} if isinstance(values, dict) else {}
 
 

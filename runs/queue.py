@@ -178,9 +178,8 @@ class JobQueue:
         """Which cards are in use now, and by whom."""
         found = dict(self.others())
         self.store.ids()
-        for run in self.store.running():
-            if (record := self.store.record(run)) is not None:
-                found |= {card: f"the run {run} trains on" for card in record.devices}
+        for run, record in self.store.running().items():
+            found |= {card: f"the run {run} trains on" for card in record.devices}
         for job in self.jobs():
             if job.state == "starting":
                 found |= {card: f"the run {job.run} is starting on" for card in job.devices}

@@ -125,7 +125,6 @@ class KeptJobs:
     folder: Path
 
     def file(self, run: Path) -> Path:
-        """Of a run, by its folder."""
         name, place = re.sub(r"[^A-Za-z0-9_-]", "_", run.name)[:60], os.path.realpath(run)
         return self.folder / f"{name}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:16]}.toml"
 

@@ -32,14 +32,10 @@ _MOST_SAMPLES = 2000
 
 
 class NotThere(ValueError):
-    """Nothing of that name is in the store."""
-
     status = 404  # of HTTP
 
 
 class Busy(ValueError):
-    """What was requested cannot be done as things stand."""
-
     status = 409
 
 
@@ -57,31 +53,27 @@ class RunStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._runs: list[str] = []  # at the last look
+        self.runs: list[str] = []  # at the last look
         self._progress: dict[str, Progress] = {}
         self._records: dict[str, tuple[_Stamp, RunRecord | None]] = {}
 
     def ids(self) -> list[str]:
         """Names of all runs, relative to the root with "/", the newest first."""
-        self._runs = find_runs(self.root)
-        return self._runs
+        self.runs = find_runs(self.root)
+        return self.runs
 
     def shown(self) -> list[str]:
         """The newest 200, and those that are under way."""
         return list(dict.fromkeys([*self.ids()[:_MOST_SHOWN], *self.running()]))
 
-    def running(self) -> list[str]:
+    def running(self) -> dict[str, RunRecord]:
         """Of the runs that were there at the last look all those under way."""
-        return [run for run in self._runs if (record := self.record(run)) and record.status == "running"]
-
-    def __contains__(self, run: str) -> bool:
-        """Whether it was there at the last look."""
-        return run in self._runs
+        return {run: record for run in self.runs if (record := self.record(run)) and record.status == "running"}
 
     def find(self, run: object) -> Path:
         """The folder of a run, looked for among all only if it is not where it was. Raises: NotThere."""
         folder, own = self.root / str(run), Path(os.path.realpath(self.root), str(run))
-        is_there = run in self._runs and folder.is_dir() and Path(os.path.realpath(folder)) == own
+        is_there = run in self.runs and folder.is_dir() and Path(os.path.realpath(folder)) == own
         if not is_there and run not in self.ids():
             raise NotThere("there is no run of this name")
         return folder
@@ -104,7 +96,6 @@ class RunStore:
         return len(_sample_files(folder)) + len(kept) + sum(each.lora is not None for each in kept)
 
     def summary(self, run: str) -> dict[str, Any]:
-        """What a list of runs shows; plain values."""
         progress, record = self.progress(run), self.record(run)
         is_done = progress.total and progress.step >= progress.total  # of a run older than records
         state = record.state if record else "finished" if is_done else "stopped"

@@ -129,4 +129,4 @@ def test_runs_inside_of_runs_come_and_go(tmp_path: Path) -> None:
     assert store.find("c/d/e") == store.root / "c" / "d" / "e"
     (store.root / "c" / "d").rename(store.root / "k")
     assert sorted(store.ids()) == ["a", "a/b", "k/e", "k/e/f"]
-    assert "c/d/e" not in store and "k/e" in store
+    assert "c/d/e" not in store.runs and "k/e" in store.runs
