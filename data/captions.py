@@ -17,7 +17,7 @@ from ..config.job import DataConfig, FolderConfig
 from ..system.files import MAX_ENTRIES, Looked, expect, parse_json, read_ordinary
 
 TEXT_FILES = (".txt", ".caption", ".caption.txt")  # the first counts
-_LYRICS_FILES = (".lyrics.txt", ".lyrics")  # likewise, as ACE-Step 1.5's own trainer and SimpleTuner have them
+LYRICS_FILES = (".lyrics.txt", ".lyrics")  # likewise, as ACE-Step 1.5's own trainer and SimpleTuner have them
 _MOST_CAPTION_BYTES = 1_000_000
 _MOST_TABLE_BYTES = 100_000_000
 _MOST_TEXTS = 100  # of one image
@@ -33,19 +33,10 @@ def stem_of(path: Path) -> str:
     return path.name if os.path.isdir(path) else path.stem
 
 
-def caption_file(path: Path) -> Path:
-    """The first that is there; name.txt where none is."""
-    return _first_file(path, TEXT_FILES)
-
-
-def _first_file(path: Path, endings: Sequence[str]) -> Path:
+def caption_file(path: Path, endings: Sequence[str] = TEXT_FILES) -> Path:
+    """The first that is there of its files with these endings; where none is, the first."""
     files = [path.with_name(f"{stem_of(path)}{ending}") for ending in endings]
     return next((each for each in files if os.path.lexists(each)), files[0])
-
-
-def lyrics_file(path: Path) -> Path:
-    """name.lyrics.txt, or name.lyrics where that alone is there."""
-    return _first_file(path, _LYRICS_FILES)
 
 
 def read_caption(path: Path) -> str | None:
@@ -112,7 +103,7 @@ class Tables:
         entry = self.entries.get(_place(path))
         given = entry.value if entry and isinstance(entry.value, dict) else {}
         said = {key: (given[key], str(entry)) for key in _OF_SONGS if given.get(key) not in (None, "")}
-        file = lyrics_file(path)
+        file = caption_file(path, LYRICS_FILES)
         if (lyrics := read_caption(file)) is not None:
             said["lyrics"] = lyrics, str(file)
         song: dict[str, str | int] = {}

@@ -22,7 +22,7 @@ from ..families.comfy.inputs import song_text
 from ..families.spec import LatentSpec
 from ..system.files import Looked
 from ..system.stopping import Stopped, alive, never
-from .captions import TEXT_FILES, Tables, caption_file, lyrics_file, make_captions, read_tables, stem_of
+from .captions import LYRICS_FILES, TEXT_FILES, Tables, caption_file, make_captions, read_tables, stem_of
 from .containers import SOUND_SUFFIXES
 from .image import ImageRequest, SoundRequest, is_blank, look_at
 from .left_out import is_of_system, left_out
@@ -152,7 +152,7 @@ def scan_folders(
     _refuse_masks_outside(samples, latent, ask)
     by_folder = {each: [path for folder, (path, _) in found if Path(folder.path) == each] for each in (*roots, *parts)}
     known = {*tables.files, *map(caption_file, media), *(Path(each.sound.path) for each in samples if each.sound)}
-    known |= set(map(lyrics_file, media)) if latent.audio_rows else set()
+    known |= {caption_file(path, LYRICS_FILES) for path in media if latent.audio_rows}
     beside = [Path(name) for each in config.folders for name in (*each.references, each.control) if name]
     for line in left_out(by_folder, known, latent, ask, beside=beside, others=map(Path, others)):
         _log.warning("%s", line)

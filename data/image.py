@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import Image as PilImage
 from PIL.ImageOps import exif_transpose
@@ -58,12 +57,6 @@ class ImageRequest:
     def is_sound(self) -> bool:
         """Whether there are no pixels."""
         return self.sound is not None and not self.frames
-
-
-def read_pixels(request: ImageRequest) -> torch.Tensor:
-    """The requested pixels of an image, float32 in -1..1. [3, crop height, crop width]; as open_image."""
-    pixels = cut_out(open_image(request.path), request)
-    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
 
 def open_image(path: str | Path, side: int = 0, most: int = 0) -> PilImage:
@@ -148,8 +141,8 @@ def to_rgb(image: PilImage) -> Any:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "HEIF", "JXL")
-_ANIMATED = ("PNG", "WEBP", "GIF", "AVIF", "JXL")  # one frame or many: the name does not tell
+_STILL = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "HEIF", "JXL")
+ANIMATED = ("PNG", "WEBP", "GIF", "AVIF", "JXL")  # one frame or many: the name does not tell
 PLUGINS = {"HEIF": "pillow-heif", "JXL": "pillow-jxl-plugin"}  # packages, whose import tells Pillow
 MAX_PIXELS = 178_956_970  # Pillow's own limit: half a gigabyte of RGB
 _TILE = (322, 323)  # tags of TIFF: width and height
@@ -180,21 +173,13 @@ def _formats() -> tuple[str, ...]:
         with suppress(ImportError):
             importlib.import_module(module)
     Image.init()
-    return tuple(each for each in _FORMATS if each in Image.OPEN)
-
-
-def image_suffixes() -> tuple[str, ...]:
-    """The endings of images that are read here, in lower case and with their dot; a GIF counts as a clip."""
-    return _suffixes_of(tuple(each for each in _FORMATS if each != "GIF"))
-
-
-def animation_suffixes() -> tuple[str, ...]:
-    """Those whose files may be clips."""
-    return _suffixes_of(_ANIMATED)
+    return tuple(each for each in (*_STILL, "GIF") if each in Image.OPEN)
 
 
 @lru_cache(maxsize=2)
-def _suffixes_of(wanted: tuple[str, ...]) -> tuple[str, ...]:
+def image_suffixes(wanted: tuple[str, ...] = _STILL) -> tuple[str, ...]:
+    """The endings of images of these formats that are read here, in lower case and with their dot; a GIF counts as a
+    clip."""
     known = _formats()
     found = {suffix: kind for suffix, kind in Image.registered_extensions().items() if kind in known}
     return tuple(sorted((each for each, kind in found.items() if kind in wanted), key=lambda s: wanted.index(found[s])))

@@ -85,7 +85,7 @@ def find_pair(path: Path, size: tuple[int, int] | None, clip: ClipInfo | None, p
         references += [_only(path, name, index, folder, "image") for name in names]
     if len(references) > partners.way.most:
         raise ValueError(f"{path}: has {len(references)} references, and data.condition takes {partners.way.most}")
-    pair = Pair(tuple(references), tuple(read_size(file) for file in references))
+    pair = Pair(tuple(references), tuple(map(read_size, references)))
     if not partners.config.control:
         return pair
     control = _only(path, stem, partners.control, partners.config.control, "clip or image")

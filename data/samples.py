@@ -337,21 +337,21 @@ class BatchOrder:
 
     def batches_of(self, epoch: int) -> list[Batch]:
         """All batches of an epoch, in order."""
-        shuffled = sorted(range(len(self._buckets)), key=lambda i: self._draw("sample", epoch, i))
+        shuffled = sorted(range(len(self._buckets)), key=lambda i: uniform(f"{self._seed} sample {epoch} {i}"))
         by_bucket: dict[tuple[int, ...], list[int]] = {}
         for index in shuffled:
             by_bucket.setdefault(self._buckets[index], []).append(index)
         size = self._batch_size
         groups = [members[i : i + size] for members in by_bucket.values() for i in range(0, len(members), size)]
-        groups.sort(key=lambda group: self._draw("batch", epoch, group[0]))
+        groups.sort(key=lambda group: uniform(f"{self._seed} batch {epoch} {group[0]}"))
         return [Batch(tuple(group), tuple(self._caption(epoch, index) for index in group)) for group in groups]
 
     def _caption(self, epoch: int, index: int) -> int:
         """Which caption a sample has in an epoch."""
-        if self._draw("caption", epoch, index) < self._caption_dropout:
+        if uniform(f"{self._seed} caption {epoch} {index}") < self._caption_dropout:
             return DROPPED
         count = self._num_captions[index]
-        return int(self._draw("text", epoch, index) * count) if count > 1 else 0
+        return int(uniform(f"{self._seed} text {epoch} {index}") * count) if count > 1 else 0
 
     def state_dict(self) -> dict[str, int]:
         """Where the order stands: the epoch, and how many of its batches are done."""
@@ -367,10 +367,6 @@ class BatchOrder:
                 "the state is of another dataset or batch size"
             )
         self._epoch, self._index, self._batches = epoch, index, batches
-
-    def _draw(self, what: str, epoch: int, index: int) -> float:
-        """A number in [0, 1) that depends on the arguments and the seed only, and looks uniform over them."""
-        return uniform(f"{self._seed} {what} {epoch} {index}")
 
 
 def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:

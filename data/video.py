@@ -23,18 +23,17 @@ from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.files import Looked
 from .containers import CONTAINER_SUFFIXES, find_kind, open_container
 from .image import (
+    ANIMATED,
     BROKEN_IMAGE,
     MAX_PIXELS,
     ImageRequest,
     among_open,
-    animation_suffixes,
     cut_out,
     image_fingerprint,
     image_suffixes,
     naming,
     open_image,
     opened,
-    read_pixels,
     read_size,
     refuse_too_large,
     to_rgb,
@@ -74,7 +73,7 @@ def is_clip(path: Path) -> bool:
     """Whether this is a video, a folder, or an animation of more than one frame; not what cannot be opened."""
     if path.is_dir() or path.suffix.lower() in CONTAINER_SUFFIXES:
         return True
-    if path.suffix.lower() not in animation_suffixes():
+    if path.suffix.lower() not in image_suffixes(ANIMATED):
         return False
     try:
         with opened(path) as file:
@@ -89,7 +88,7 @@ def probe_clip(path: Path) -> ClipInfo:
     with naming(path, "a clip"):
         if path.is_dir():
             return _probe_sequence(path)
-        if path.suffix.lower() in animation_suffixes():
+        if path.suffix.lower() in image_suffixes(ANIMATED):
             return _probe_animation(path)
         if _has_times(path):
             return _read_track(path)[1]
@@ -107,7 +106,7 @@ def size_of_clip(path: Path, most: int) -> tuple[int, int]:
     with naming(path, "a clip"):
         if path.is_dir():
             return _probe_sequence(path, is_decoded=False).size
-        if path.suffix.lower() in animation_suffixes():
+        if path.suffix.lower() in image_suffixes(ANIMATED):
             return read_size(path, is_decoded=False)
         with _opened(path, most) as (container, stream):
             return _clip_info(stream, _first_frame(container, stream), (), 0.0).size
@@ -116,17 +115,16 @@ def size_of_clip(path: Path, most: int) -> tuple[int, int]:
 def read_frames(request: ImageRequest) -> torch.Tensor:
     """The requested pixels of an image (F = 1) or clip, float32 in -1..1. [3, F, crop height, crop width] Raises:
     ValueError naming the file if it cannot be read, or ends before the last wanted frame."""
-    if not request.frames:
-        return read_pixels(request)[:, None]
-    path, wanted = Path(request.path), sorted(set(request.frames))
+    path, frames = Path(request.path), request.frames or (0,)
+    wanted = sorted(set(frames))
     pixels = np.empty((len(wanted), *request.crop[2:], 3), dtype=np.uint8)
     with naming(path, "a clip"):
         found = 0
-        for found, image in enumerate(_images(path, wanted), 1):
+        for found, image in enumerate(_images(path, wanted) if request.frames else [open_image(path)], 1):
             pixels[found - 1] = cut_out(image, request)
         if found < len(wanted):
             raise ValueError(f"it ends before its frame {wanted[found] + 1}")
-    order = [wanted.index(frame) for frame in request.frames]  # slow sources show a frame more than once
+    order = [wanted.index(frame) for frame in frames]  # slow sources show a frame more than once
     return torch.from_numpy(pixels[order]).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
 
 
@@ -138,7 +136,7 @@ def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
             with _opened(path, most) as (container, stream):
                 image = _to_image(_first_frame(container, stream), stream.sample_aspect_ratio)
         else:
-            image = open_image(_sequence(path)[0] if path.is_dir() else path, side, most)
+            image = open_image(sequence_files(path)[0] if path.is_dir() else path, side, most)
     image.thumbnail((side, side))
     return image
 
@@ -152,14 +150,16 @@ def media_fingerprint(path: str | Path) -> str:
 
 
 def sequence_files(folder: Path) -> list[Path]:
-    """The images of a folder as the frames of a clip: 2 comes before 10."""
+    """The images of a folder as the frames of a clip: 2 comes before 10. Raises: ValueError for a folder without."""
 
     def natural(file: Path) -> tuple[Any, ...]:
         """A key that compares runs of digits as numbers."""
         parts = re.findall(r"[0-9]+|[^0-9]+", file.stem)
         return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts], file.name
 
-    files = (file for file in Looked().entries(folder) if file.suffix.lower() in image_suffixes())
+    files = [file for file in Looked().entries(folder) if file.suffix.lower() in image_suffixes()]
+    if not files:
+        raise ValueError(f"{folder}: there is no image in it; looked for names ending in {', '.join(image_suffixes())}")
     return sorted(files, key=natural)
 
 
@@ -168,7 +168,7 @@ def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
     if path.is_dir():
         files = sequence_files(path)
         return (open_image(files[index]) for index in wanted if index < len(files))
-    if path.suffix.lower() not in animation_suffixes():
+    if path.suffix.lower() not in image_suffixes(ANIMATED):
         return _container_images(path, wanted)
     frames = islice(enumerate(_animation_frames(path)), wanted[-1] + 1)
     return (to_rgb(exif_transpose(file)) for index, (file, _) in frames if index in wanted)
@@ -177,16 +177,8 @@ def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
 # --- folders of images -----------------------------------------------------------------------------------------------
 
 
-def _sequence(folder: Path) -> list[Path]:
-    """Raises: ValueError for a folder without images."""
-    files = sequence_files(folder)
-    if not files:
-        raise ValueError(f"there is no image in it; looked for names ending in {', '.join(image_suffixes())}")
-    return files
-
-
 def _probe_sequence(folder: Path, *, is_decoded: bool = True) -> ClipInfo:
-    files = _sequence(folder)
+    files = sequence_files(folder)
     sizes = [read_size(file, is_decoded=is_decoded) for file in files]
     for file, size in zip(files, sizes, strict=True):
         if size != sizes[0]:

@@ -21,7 +21,7 @@ from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.lora_start import read_start
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import load_job
-from devicebridge.data.image import read_pixels
+from devicebridge.data.video import read_frames
 from devicebridge.encoding.encode import fill
 from devicebridge.encoding.sources import FolderTexts
 from devicebridge.encoding.vae import load_vae
@@ -103,7 +103,7 @@ def make_pictures(plan: JobPlan, lora: Path) -> tuple[list[tuple[str, list[PilIm
     folder = plan.info.pipeline_folder
     assert folder is not None
     vae = load_vae(family, plan.variant, folder, torch.float32)
-    shape = family.encode_latents(vae, read_pixels(sample.image_request())[None, :, None]).shape[1:]
+    shape = family.encode_latents(vae, read_frames(sample.image_request())[None]).shape[1:]
     model = load_transformer(plan.info, lambda name: CPU, torch.float32)
     options = {
         "num_images": NUM_IMAGES,
@@ -120,7 +120,7 @@ def make_pictures(plan: JobPlan, lora: Path) -> tuple[list[tuple[str, list[PilIm
             latents = sample_images(model, family, read_text(plan, sample.caption), shape, **options)
             return to_images(family.decode_latents(vae, latents))
 
-    photographs = [read_pixels(s.image_request())[None, :, None] for s in spread(plan.samples, NUM_IMAGES)]
+    photographs = [read_frames(s.image_request())[None] for s in spread(plan.samples, NUM_IMAGES)]
     before = draw()
     merge_lora(model, family, lora)
     rows = [

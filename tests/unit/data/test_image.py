@@ -14,9 +14,9 @@ import pytest
 import torch
 from devicebridge.checkpoints.fingerprint import file_fingerprint
 from devicebridge.data import image as image_module
-from devicebridge.data.image import ImageRequest, image_fingerprint, open_image, read_pixels, read_size
+from devicebridge.data.image import ImageRequest, image_fingerprint, open_image, read_size
 from devicebridge.data.samples import read_mask
-from devicebridge.data.video import is_clip, probe_clip
+from devicebridge.data.video import is_clip, probe_clip, read_frames
 from devicebridge.tests.clips import save_clip
 from PIL import Image
 
@@ -38,10 +38,10 @@ def picture(tmp_path):
 
 def test_the_whole_image_is_resized_and_then_cropped(picture):
     path, values = picture
-    pixels = read_pixels(_whole(path, 6, 9))
+    pixels = read_frames(_whole(path, 6, 9))[:, 0]
     assert pixels.dtype == torch.float32 and np.array_equal(_bytes(pixels), values)
     resized = np.asarray(Image.fromarray(values).resize((30, 20), Image.Resampling.LANCZOS))
-    pixels = read_pixels(ImageRequest(str(path), (20, 30), (3, 5, 16, 24)))
+    pixels = read_frames(ImageRequest(str(path), (20, 30), (3, 5, 16, 24)))[:, 0]
     assert np.array_equal(_bytes(pixels), resized[3:19, 5:29])
 
 
@@ -50,7 +50,7 @@ def test_a_long_strip_is_cut_before_it_is_resized_to_the_same_pixels(tmp_path, m
     values = np.random.default_rng(1).integers(0, 256, (5, 90, 3), dtype=np.uint8)
     Image.fromarray(values).save(tmp_path / "strip.png")
     request = ImageRequest(str(tmp_path / "strip.png"), (16, 288), (0, 136, 16, 16))
-    whole = _bytes(read_pixels(request)).astype(int)
+    whole = _bytes(read_frames(request)[:, 0]).astype(int)
     sizes, resize = [], Image.Image.resize
 
     def note(image, size, *args, **more):
@@ -59,7 +59,7 @@ def test_a_long_strip_is_cut_before_it_is_resized_to_the_same_pixels(tmp_path, m
 
     monkeypatch.setattr(Image.Image, "resize", note)
     monkeypatch.setattr("devicebridge.data.image.MAX_PIXELS", 16 * 288 - 1)
-    assert np.abs(_bytes(read_pixels(request)).astype(int) - whole).max() <= 1
+    assert np.abs(_bytes(read_frames(request)[:, 0]).astype(int) - whole).max() <= 1
     assert sizes == [(16, 16)]
 
 
@@ -68,7 +68,7 @@ def test_a_transparent_colour_of_a_palette_is_white(tmp_path):
     palette.putpalette([9, 9, 9, 200, 100, 50])
     palette.save(tmp_path / "palette.png", transparency=0)
     expected = [[[255, 255, 255], [200, 100, 50]]]
-    assert _bytes(read_pixels(_whole(tmp_path / "palette.png", 1, 2))).tolist() == expected
+    assert _bytes(read_frames(_whole(tmp_path / "palette.png", 1, 2))[:, 0]).tolist() == expected
 
 
 def _on_white(values: np.ndarray) -> np.ndarray:
@@ -182,7 +182,7 @@ def test_what_cannot_be_read_is_named(tmp_path, picture):
     Image.new("F", (2, 2)).save(tmp_path / "float.tiff")
     for name in ("missing.png", "text.png", "cut.png", "chunk.png", "float.tiff"):
         with pytest.raises(ValueError, match=f"{name}: cannot be read as an image"):
-            read_pixels(_whole(tmp_path / name, 2, 2))
+            read_frames(_whole(tmp_path / name, 2, 2))
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data.folders import scan_folders
-from devicebridge.data.image import read_pixels
 from devicebridge.data.samples import (
     DROPPED,
     BatchOrder,
@@ -20,6 +19,7 @@ from devicebridge.data.samples import (
     make_buckets,
     plan_crop,
 )
+from devicebridge.data.video import read_frames
 from devicebridge.families.spec import LatentSpec
 from devicebridge.tests.clips import plain_frames, save_clip, save_image, save_video
 from PIL import Image
@@ -191,7 +191,7 @@ def test_a_turned_photo_is_cut_as_it_is_looked_at(tmp_path, orientation, suffix)
     sample = _scan(tmp_path)[0]
     is_turned = orientation >= 5
     assert sample.bucket == ((96, 48) if is_turned else (48, 96))
-    pixels = read_pixels(sample.image_request())
+    pixels = read_frames(sample.image_request())[:, 0]
     assert pixels.shape == (3, *sample.bucket)
     assert sample.resize[0] / sample.resize[1] == pytest.approx(100 / 40 if is_turned else 40 / 100, rel=0.03)
     light = (pixels[0] > 0).float()

@@ -9,7 +9,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from devicebridge.data.image import ImageRequest, read_pixels
+from devicebridge.data.image import ImageRequest
+from devicebridge.data.video import read_frames
 from devicebridge.encoding import sources
 from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
@@ -184,7 +185,7 @@ def test_latents_are_what_the_familys_encoder_makes(vae_folder, images, tmp_path
         (latents,) = store.get(key).values()
         assert latents.shape == (4, 1, 8, 8) and latents.dtype == torch.float32
         with torch.no_grad():
-            expected = _encode_latents(vae, read_pixels(request)[None, :, None].to(dtype))[0].float()
+            expected = _encode_latents(vae, read_frames(request)[None].to(dtype))[0].float()
         assert torch.equal(latents, expected)
 
 
