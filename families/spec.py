@@ -1,7 +1,5 @@
-"""The types a model family is described with: data, and functions of the family's file. Torch is not imported here.
-
-Shapes: B batch, C latent channels, F latent frames (1 for images), H/W latent height and width after packing, S tokens,
-D width of the text states.
+"""The types a model family is described with: data, and functions of the family's file. Torch is not imported here. B
+batch, C latent channels, F latent frames (1 for images), H/W latent sides after packing, S tokens, D width of states.
 """
 
 from __future__ import annotations
@@ -113,14 +111,11 @@ class TextEncoderSpec:
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """How sampled timesteps t in [0, 1] (1 = noise) are moved towards noise: t' = s t / (1 + (s - 1) t).
-
-    kind "constant": s = value, 1 for none. "resolution": s = exp(mu), mu linear in image tokens through the two points
-    in mu_at ((tokens, mu), (tokens, mu)), extrapolated outside them.
-    """
+    """How sampled timesteps t in [0, 1] (1 = noise) are moved towards noise: t' = s t / (1 + (s - 1) t)."""
 
     kind: Literal["constant", "resolution"]
-    value: float = 1.0
+    value: float = 1.0  # of "constant": s, 1 for none
+    # Of "resolution", whose s is exp(mu): two points (tokens, mu), through which mu is linear in image tokens.
     mu_at: tuple[tuple[float, float], tuple[float, float]] = ((256.0, 0.5), (4096.0, 1.15))
 
     def factor(self, num_tokens: int) -> float:
@@ -251,10 +246,8 @@ class EulerSteps(Protocol):
 
 
 class HostModel(Protocol):
-    """One of ComfyUI's own models as training asks for it; nodes/host/native/ makes it, and nobody else can.
-    Its modules are what a diffusers model is to the trainer: train(), enable_gradient_checkpointing(function) with
-    function(block, *args), is_gradient_checkpointing. They are called through predict alone.
-    """
+    """One of ComfyUI's own models as training asks for it; nodes/host/native/ makes it. Its modules are to the trainer
+    what diffusers' are, with enable_gradient_checkpointing(function(block, *args)). Only predict calls them."""
 
     def make(self, *, is_empty: bool) -> nn.Module:
         """The model with its parameters on meta; buffers too if it is empty."""
@@ -310,12 +303,7 @@ class HostModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Everything the rest of the pack needs to know about one architecture. Patterns are of fnmatch.
-
-    make_inputs: (latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
-    Beside the text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and
-    "first_latents" [B, C, 1, H, W] for one that is given those.
-    """
+    """Everything the rest of the pack needs to know about one architecture. Patterns are of fnmatch."""
 
     name: str  # in the registry
     title: str  # as people write it
@@ -333,6 +321,9 @@ class ModelFamily:
     renames: tuple[Rename, ...]  # between original and diffusers names; every parameter of the model is covered
     modelspec_architecture: str  # what LoRA metadata calls this family, as ss_base_model_version
     ss_base_model_version: str
+    # (latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward. Beside the
+    # text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and "first_latents"
+    # [B, C, 1, H, W] for one that is given those.
     make_inputs: Callable[[Tensor, Tensor, Mapping[str, Tensor], float | None], dict[str, Any]]
     # (output tensor, latents [B, C, F, H, W]) -> prediction of the latents' shape
     read_prediction: Callable[[Tensor, Tensor], Tensor]

@@ -24,56 +24,37 @@ _ALIGNMENTS = (128, 64, 32, 16, 8, 1)  # features: cut at the largest multiple t
 
 @dataclass(frozen=True)
 class Divided:
-    """The linears of a block whose names match a pattern, and how they are divided.
+    """The linears of a block whose names match a pattern, and how they are divided."""
 
-    Args:
-        linear: pattern of the name inside the block, such as "*_attn.qkv".
-        by: see Direction.
-        parts: what the divided dimension consists of, in order.
-        repeats: the dimension consists of these parts as often as they fit, where builds pack more or fewer.
-        into: name of the "row" linear that takes the features of this one; "features" in parts then stands for as many
-            parts as fit, two where a gate and what it gates are packed. "" if each is one part.
-        sum_after: of "row": name of the module inside the block whose output is summed, where the block may compute
-            the linear without calling it, or where the outputs of several such linears are added up. "" for the linear
-            itself.
-    """
-
-    linear: str
+    linear: str  # pattern of the name inside the block, such as "*_attn.qkv"
     by: Direction
-    parts: tuple[Unit, ...]
+    parts: tuple[Unit, ...]  # what the divided dimension consists of, in order
+    # Name of the "row" linear that takes the features of this one; "features" in parts then stands for as many parts as
+    # fit, two where a gate and what it gates are packed. "" if each is one part.
     into: str = ""
+    # Of "row": name of the module inside the block whose output is summed, where the block may compute the linear
+    # without calling it, or where the outputs of several such linears are added up. "" for the linear itself.
     sum_after: str = ""
-    repeats: bool = False
+    repeats: bool = False  # whether builds pack these parts more or less often: as often as they fit
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How one kind of block is divided. Names and patterns count from the block.
+    """How one kind of block is divided. Names and patterns count from the block."""
 
-    Args:
-        linears: the divided linears; every other parameter is whole on each device. The first match counts.
-        num_heads: the attribute that has the number of heads; others of its name in the block have it as well.
-        width: the attribute that has heads times features per head; "" for what the first linear behind heads takes.
-        attributes: pattern of any further attribute that holds a number -> what it counts; each device gets its share
-            of the number. A name that is no unit is that of a linear: the number is that of all its features that are
-            of no head.
-        norms: patterns of RMS norms over all heads: their weight is divided, their mean square summed over devices.
-        num_kv_heads: the attribute that has the number of heads of keys and values; "" if there are as many.
-        block: pattern of the name of the block's class.
-        arguments: pattern of a module -> keyword arguments with tensors of all heads, and the dimension of those; each
-            device gets its own heads.
-        decided: patterns of modules that choose by what they compute, as which experts a token goes to. All devices
-            take the first one's choice: theirs could differ by a last bit.
-    """
-
-    linears: tuple[Divided, ...]
-    num_heads: str = "attn.heads"
-    width: str = ""
+    linears: tuple[Divided, ...]  # every other parameter is whole on each device. The first match counts
+    num_heads: str = "attn.heads"  # the attribute with the number of heads; others of its name in the block have it too
+    width: str = ""  # the attribute with heads times features per head; "" for what the first linear behind heads takes
+    # Pattern of any further attribute that holds a number -> what it counts; each device gets its share of the number.
+    # A name that is no unit is that of a linear: the number is that of all its features that are of no head.
     attributes: Mapping[str, str] = field(default_factory=dict)
-    norms: tuple[str, ...] = ()
-    num_kv_heads: str = ""
-    block: str = "*"
+    norms: tuple[str, ...] = ()  # RMS norms over all heads: their weight is divided, their mean square summed
+    num_kv_heads: str = ""  # the attribute with the number of heads of keys and values; "" if there are as many
+    block: str = "*"  # pattern of the name of the block's class
+    # Pattern of a module -> keyword arguments with tensors of all heads, and their dimension; each device gets its own.
     arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # Modules that choose by what they compute, as which experts a token goes to. All devices take the first one's
+    # choice: theirs could differ by a last bit.
     decided: tuple[str, ...] = ()
 
     def counted(self, path: str) -> str | None:

@@ -45,60 +45,42 @@ def segments(axis: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """One list of blocks.
+    """One list of blocks."""
 
-    Args:
-        rows: arguments with rows. A length is the axis's (it is cut then), the rank's share, or 1; others are refused.
-        keys: by submodule of the block the axis of the keys that its attention reads: "attn1=x audio_attn1=a"; "=x" is
-            the block itself. An attention of a module that is not named keeps its keys, as text that is attended to.
-            "=txt+img/img" has an axis for the first attention, and one for all later ones.
-        counts: arguments that are numbers of rows: a number, or (first, last, ...) tuples. "x=~txt+img" where the
-            forward has counted the first segment after it was cut.
-        changes: what else an argument becomes: (rank's rows, its value) -> the rank's value.
-        refused: arguments that must be None, such as keys of earlier forwards.
-        out: as of TokenPlan, where the last block of a build is of this list and returns something else.
-    """
-
-    rows: str
+    rows: str  # arguments with rows. A length is the axis's (it is cut then), the rank's share, or 1; else refused
+    # By submodule of the block the axis of the keys that its attention reads: "attn1=x audio_attn1=a"; "=x" is the
+    # block itself. An attention of a module that is not named keeps its keys, as text that is attended to.
+    # "=txt+img/img" has an axis for the first attention, and one for all later ones.
     keys: str
+    # Arguments that are numbers of rows: a number, or (first, last, ...) tuples. "x=~txt+img" where the forward has
+    # counted the first segment after it was cut.
     counts: str = ""
+    # What else an argument becomes: (rank's rows, its value) -> the rank's value.
     changes: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
-    out: str = ""
+    refused: tuple[str, ...] = ()  # arguments that must be None, such as keys of earlier forwards
+    out: str = ""  # as of TokenPlan, where the last block of a build is of this list and returns something else
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """How a class runs on several ranks by its rows.
+    """How a class runs on several ranks by its rows."""
 
-    Args:
-        blocks: by the name of a list of blocks.
-        out: of the last block's output: where rows are gathered. "" if tail says where.
-        tail: modules behind the blocks whose first argument is gathered before they run.
-        own: segments of which the gathered output keeps the rank's rows: the forward slices it by a tensor that is cut.
-        whole: segments of which every rank has all rows.
-        between: modules that run between blocks and read all rows.
-        control: the axis of a ControlNet's residuals.
-        aligned: "e x": shares of x end where a group of its rows ends, each of which has one row of e; "a:16 x" has 16.
-        cuts_masks: whether masks reach attention with the columns of the rank's own keys, which are gathered.
-        makes_mask: of attention that makes a mask by the length it sees: (rank's rows, module, mask, axis) -> mask.
-        passes_options: whether blocks hand transformer_options on to attention. Else the names by which the class's
-            modules call attention are led to us while a forward runs.
-        released: an argument of the first block that the class's forward keeps and never reads again. Outside of
-            trainings it gets this rank's rows, so that the memory of all rows is free while that block is computed.
-        one_frame: the plan of a clip of one frame.
-    """
-
-    blocks: Mapping[str, BlockRows]
-    out: str = "=x@1"
-    tail: str = ""
-    own: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    between: str = ""
-    control: str = ""
+    blocks: Mapping[str, BlockRows]  # by the name of a list of blocks
+    out: str = "=x@1"  # of the last block's output: where rows are gathered. "" if tail says where
+    tail: str = ""  # modules behind the blocks whose first argument is gathered before they run
+    own: tuple[str, ...] = ()  # segments of which it keeps the rank's rows: the forward slices it by a cut tensor
+    whole: tuple[str, ...] = ()  # segments of which every rank has all rows
+    between: str = ""  # modules that run between blocks and read all rows
+    control: str = ""  # the axis of a ControlNet's residuals
+    # "e x": shares of x end where a group of its rows ends, each of which has one row of e; "a:16 x" has 16.
     aligned: str = ""
-    cuts_masks: bool = False
+    cuts_masks: bool = False  # whether masks have the columns of the rank's own keys, which are gathered
+    # Of attention that makes a mask by the length it sees: (rank's rows, module, mask, axis) -> mask.
     makes_mask: Callable[[Any, Any, Any, str], Any] | None = None
+    # Whether blocks hand transformer_options on to attention. Else the names by which the class's modules call
+    # attention are led to us while a forward runs.
     passes_options: bool = True
+    # An argument of the first block that the class's forward keeps and never reads again. Outside of trainings it gets
+    # this rank's rows, so that the memory of all rows is free while that block is computed.
     released: str = ""
-    one_frame: TokenPlan | None = None
+    one_frame: TokenPlan | None = None  # the plan of a clip of one frame

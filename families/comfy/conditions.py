@@ -1,8 +1,5 @@
-"""Ways to condition one of ComfyUI's own models on files: which of its nodes makes what, for which models.
-
-The names are those of data.condition. nodes/host/native/conditions.py calls the nodes. What a model reads of their
-CONDITIONING was read in comfy/model_base.py of ComfyUI 0.33.0.
-"""
+"""Ways to condition one of ComfyUI's own models on files, by their names in data.condition; nodes/host/native/
+conditions.py calls the nodes. What a model reads of their CONDITIONING: comfy/model_base.py of ComfyUI 0.33.0."""
 
 from __future__ import annotations
 
@@ -16,29 +13,18 @@ VISION = "clip_vision_output"  # what CLIP vision saw, as a CONDITIONING calls i
 
 @dataclass(frozen=True)
 class ConditionWay:
-    """What a way takes and makes.
+    """What a way takes and makes."""
 
-    Args:
-        model: ComfyUI's class that takes it. channels: of its latents; 0 for any.
-        beside: channels that the model is given beside the noise, from the channels of its latents.
-        masked: channels of the latents of a model that is given nothing beside the noise, and a noise mask; 0 for none.
-        least, most: reference pictures of a sample.
-        takes_control: a clip, or of a picture a picture, that shows what the sample follows.
-        takes_first_frame: of the clip itself.
-        reads_text: whether the text encoder is shown the references.
-        sees: whether CLIP vision sees it, where the job names one; of a video it sees the first frame.
-    """
-
-    model: str
-    channels: int = 0
-    beside: Callable[[int], int] = lambda channels: 0
-    masked: int = 0
-    least: int = 0
+    model: str  # ComfyUI's class that takes it
+    channels: int = 0  # of its latents; 0 for any
+    beside: Callable[[int], int] = lambda channels: 0  # channels beside the noise, from those of the latents
+    masked: int = 0  # channels of the latents of a model that is given a noise mask in place of that; 0 for none
+    least: int = 0  # reference pictures of a sample, as is most
     most: int = 0
-    takes_control: bool = False
-    takes_first_frame: bool = False
-    reads_text: bool = False
-    sees: bool = False
+    takes_control: bool = False  # a clip, or of a picture a picture, that shows what the sample follows
+    takes_first_frame: bool = False  # of the clip itself
+    reads_text: bool = False  # whether the text encoder is shown the references
+    sees: bool = False  # whether CLIP vision sees it, where the job names one; of a video it sees the first frame
 
 
 WAYS: dict[str, ConditionWay] = {

@@ -21,11 +21,8 @@ def path_of(model_class: type) -> str:
 
 
 def find_native(model_class: type) -> NativeModel | None:
-    """The row of this class or of the nearest class it is derived from; None if there is none.
-
-    A derived class that replaces any method of the described one may do anything between two blocks, so its row is the
-    described one with relay transport. New methods and a new __init__ change nothing between blocks.
-    """
+    """The row of this class or of the nearest class it is derived from; None if there is none. A class that replaces a
+    method may do anything between two blocks, so it relays; new methods and a new __init__ change nothing there."""
     for depth, base in enumerate(model_class.__mro__):
         row = _BY_CLASS.get(path_of(base))
         if row is None:
