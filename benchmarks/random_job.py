@@ -195,7 +195,7 @@ def _stored_as(module: nn.Linear) -> Stored8:
     found = empty_stored(module, QuantizeSettings("stored"))
     device, like = module.weight.device, found.weight
     bits = torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device)
-    if packed := PACKINGS.get(found.packing):
+    if packed := PACKINGS.get(found.form.packing):
         blocks = bits.view(-1, packed.num_bytes)
         for start in packed.halves:
             blocks[:, start : start + 2] = torch.tensor([1e-4], dtype=torch.float16).view(torch.uint8).to(device)

@@ -158,8 +158,9 @@ class _Loader:
             given = self._scales.get(name, torch.ones(1)).reshape(-1, 1)
             rows = given.expand(tensor.shape[0], 1) if record.packing == ROWS else torch.empty(tensor.shape[0], 0)
             values, scale = tensor.to(device, copy=True), rows.contiguous().to(device, copy=True)
-            block = record.convrot or record.rotation
-            self._taken[layer] = Stored8(values, scale, block, bool(record.convrot), record.packing)
+            form = file_format(record)
+            assert form is not None
+            self._taken[layer] = Stored8(values, scale, form)
             self._num_taken += 1
         elif record.is_quantized:
             self._num_dequantized += 1

@@ -54,7 +54,8 @@ def apply_fused(model: nn.Module) -> None:
 
     outputs: dict[Any, Any] = {LoraLinear: _lora_output, LokrLinear: _lycoris_output, LohaLinear: _lycoris_output}
     for layer in model.modules():
-        if (own := type(layer)) in outputs:
+        own: Any = type(layer)
+        if own in outputs:
             layer.__class__ = _fused_class(own, outputs[own])
 
 

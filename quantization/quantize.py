@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,6 @@ class QuantizeSettings:
     scheme: Scheme
     rotation: int = 64
 
-    def __post_init__(self) -> None:
-        if self.scheme not in get_args(Scheme):
-            raise ValueError(f"there is no scheme {self.scheme!r}; the schemes are {', '.join(get_args(Scheme))}")
-        if self.rotation not in (0, *ROTATIONS):
-            raise ValueError(f"rotation {self.rotation} was requested; use one of {[0, *ROTATIONS]}")
-
     @property
     def stored_dtype(self) -> torch.dtype:
         assert self.scheme != "stored"
@@ -70,24 +64,22 @@ class QuantizeSettings:
 
 
 @dataclass(frozen=True)
-class Stored8:
-    """A linear's weight as files hold it: W = weight * scale, its columns rotated back in blocks; or packed."""
+class FileFormat:
+    """How a file holds a linear's weight. On a model's linear it is the attribute file_format."""
 
-    weight: Tensor  # 8-bit [N, K], or packed [N, bytes]
-    scale: Tensor  # float32, on the same device. [N, 1]; of a packed weight [N, 0]
+    dtype: torch.dtype
     rotation: int = 0  # block of the rotation (eight_bit.py) that the weight was rounded after, 0 for none
     is_comfys: bool = False  # whether that rotation is ComfyUI's
     packing: str = ROWS  # of stored.PACKINGS, or ROWS
 
 
 @dataclass(frozen=True)
-class FileFormat:
-    """How a file holds a linear's weight; see Stored8. On a model's linear it is the attribute file_format."""
+class Stored8:
+    """A linear's weight as files hold it: W = weight * scale, its columns rotated back in blocks; or packed."""
 
-    dtype: torch.dtype
-    rotation: int
-    is_comfys: bool
-    packing: str
+    weight: Tensor  # 8-bit [N, K], or packed [N, bytes]
+    scale: Tensor  # float32, on the same device. [N, 1]; of a packed weight [N, 0]
+    form: FileFormat
 
 
 class Quantizer:
@@ -116,24 +108,20 @@ class Quantizer:
 
         Args:
             module: its bias stays; its weight is not read and may be on meta.    dtype: that the layer computes in.
-        Raises: ValueError for a rotated weight that the scheme cannot multiply with, or one that is not finite.
+        Raises: ValueError for a weight that is not finite.
         """
-        scheme, kind = self.settings.scheme, stored.weight.dtype
-        assert self.is_wanted(fqn, module) and (scheme == "stored" or kind is self.settings.stored_dtype), (fqn, kind)
+        form = stored.form
+        assert self.is_wanted(fqn, module) and is_taken(form, self.settings), (fqn, form)
         if stored.weight.device.type != "meta":
             _refuse_unsound(fqn, stored)
-        width = num_inputs(stored.weight, stored.packing)
+        width = num_inputs(stored.weight, form.packing)
         assert (stored.weight.shape[0], width) == (module.out_features, module.in_features), (fqn, stored.weight.shape)
-        if stored.rotation and scheme not in ("int8-compute", "stored"):
-            raise ValueError(
-                f"the weight of {fqn} is stored rotated, which {scheme} cannot multiply with; use int8-compute"
-            )
         others = sum(p.nbytes for name, p in module.named_parameters(recurse=False) if name != "weight")
         self._bytes_before[fqn] = module.weight.numel() * dtype.itemsize + others
         self._num_taken += 1
-        self._num_unrotated += bool(self.settings.rotation_of(width)) and not stored.rotation
-        rotation = rotation_for(stored.weight, kind, stored.rotation, is_comfys=stored.is_comfys)
-        packing = "" if self.settings.is_compute else stored.packing
+        self._num_unrotated += bool(self.settings.rotation_of(width)) and not form.rotation
+        rotation = rotation_for(stored.weight, form.dtype, form.rotation, is_comfys=form.is_comfys)
+        packing = "" if self.settings.is_compute else form.packing
         return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
 
     def close(self, model: nn.Module) -> QuantizeReport:
@@ -157,8 +145,8 @@ class Quantizer:
 
 def _refuse_unsound(fqn: str, stored: Stored8) -> None:
     """Raises: ValueError for NaN or infinity among a weight's numbers or scales."""
-    if stored.packing != ROWS:
-        is_sound = has_finite_scales(stored.weight, stored.packing)
+    if stored.form.packing != ROWS:
+        is_sound = has_finite_scales(stored.weight, stored.form.packing)
     else:
         nan = _NAN_BITS.get(stored.weight.dtype, 0x80)
         height = max(1, 2**26 // max(1, stored.weight.shape[1]))
@@ -211,7 +199,9 @@ def sort_modules(model: nn.Module, family: ModelFamily, settings: QuantizeSettin
         reason, after = _treatment(name, module, family, settings), size
         if settings is not None and reason == QUANTIZED:
             assert isinstance(module, nn.Linear)
-            after += stored_linear_bytes(module, settings) - module.weight.numel() * element_size
+            stored = empty_stored(module, settings)
+            after += stored.weight.nbytes + stored.scale.nbytes + 4 * stored.form.rotation**2
+            after -= module.weight.numel() * element_size
         groups[reason][name] = size, after
     return groups
 
@@ -229,24 +219,16 @@ def stored_bytes(
     return list(sizes.values()), rest
 
 
-def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
-    """Bytes of a linear's weight once quantized: its numbers, scales and rotation."""
-    stored = empty_stored(linear, settings)
-    return stored.weight.nbytes + stored.scale.nbytes + 4 * stored.rotation**2
-
-
 def empty_stored(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:
     """What a linear's weight will be once quantized, on meta."""
     rows, width = linear.out_features, linear.in_features
-    known: FileFormat | None = getattr(linear, "file_format", None)
-    if known is None or not is_taken(known, settings):
-        values = torch.empty((rows, width), dtype=settings.stored_dtype, device="meta")
-        return Stored8(values, torch.empty((rows, 1), device="meta"), settings.rotation_of(width))
-    packed = PACKINGS.get(known.packing)
+    form: FileFormat | None = getattr(linear, "file_format", None)
+    if form is None or not is_taken(form, settings):
+        form = FileFormat(settings.stored_dtype, settings.rotation_of(width))
+    packed = PACKINGS.get(form.packing)
     width = width if packed is None else packed.row_bytes(width)
-    values = torch.empty((rows, width), dtype=known.dtype, device="meta")
-    scale = torch.empty((rows, 1 if packed is None else 0), device="meta")
-    return Stored8(values, scale, known.rotation, known.is_comfys, known.packing)
+    values = torch.empty((rows, width), dtype=form.dtype, device="meta")
+    return Stored8(values, torch.empty((rows, 1 if packed is None else 0), device="meta"), form)
 
 
 def is_taken(known: FileFormat, settings: QuantizeSettings) -> bool:

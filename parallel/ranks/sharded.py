@@ -84,7 +84,8 @@ class _Filler:
                 assert isinstance(linear, nn.Linear)
                 stored = empty_stored(linear, quantizer.settings)
                 like = torch.empty(0, linear.in_features, device=self._device)
-                rotation = rotation_for(like, stored.weight.dtype, stored.rotation, is_comfys=stored.is_comfys)
+                form = stored.form
+                rotation = rotation_for(like, form.dtype, form.rotation, is_comfys=form.is_comfys)
                 scale, dtype = torch.empty_like(stored.scale, device=self._device), self._dtype_of(f"{name}.weight")
                 self._model.set_submodule(name, FrozenLinear8(stored.weight, scale, linear.bias, dtype, rotation))
         for name, parameter in list(self._model.named_parameters()):

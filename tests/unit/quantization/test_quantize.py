@@ -188,20 +188,19 @@ def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
         other = torch.int8 if settings.stored_dtype is torch.float8_e4m3fn else torch.float8_e4m3fn
         known = [kind for kind in KINDS if is_taken(FileFormat(kind, 0, False, ROWS), settings)]
         assert known == [settings.stored_dtype]
-        rotated = Stored8(torch.zeros(96, 64, dtype=settings.stored_dtype), rows, rotation=64)
+        kind = settings.stored_dtype
+        rotated = Stored8(torch.zeros(96, 64, dtype=kind), rows, FileFormat(kind, 64, is_comfys=True))
         if settings.scheme == "int8-compute":
             taken = quantizer.take("first", Net().first, rotated, torch.float32)
             assert len(taken.rotation) == 64 and taken.weight.data_ptr() == rotated.weight.data_ptr()
-        else:
-            with pytest.raises(ValueError, match=f"first is stored rotated, which {settings.scheme} cannot"):
-                quantizer.take("first", Net().first, rotated, torch.float32)
-        with pytest.raises(AssertionError, match="first"):
-            quantizer.take("first", Net().first, Stored8(torch.zeros(96, 64, dtype=other), rows), torch.float32)
-        with pytest.raises(AssertionError, match="first"):
-            turned = Stored8(torch.zeros(64, 96, dtype=settings.stored_dtype), torch.ones(64, 1))
-            quantizer.take("first", Net().first, turned, torch.float32)
+        foreign = Stored8(torch.zeros(96, 64, dtype=other), rows, FileFormat(other))
+        turned = Stored8(torch.zeros(64, 96, dtype=kind), torch.ones(64, 1), FileFormat(kind))
+        for stored in (foreign, turned) if settings.scheme == "int8-compute" else (foreign, turned, rotated):
+            with pytest.raises(AssertionError, match="first"):
+                quantizer.take("first", Net().first, stored, torch.float32)
         with pytest.raises(AssertionError, match="proj_out"):
-            quantizer.take("proj_out", Net().proj_out, Stored8(rotated.weight[:32], rows[:32]), torch.float32)
+            part = Stored8(rotated.weight[:32], rows[:32], FileFormat(kind))
+            quantizer.take("proj_out", Net().proj_out, part, torch.float32)
 
 
 @EVERY_VARIANT
@@ -259,13 +258,6 @@ def test_damaged_weights_are_refused(settings):
     model.second.weight[3, 3], model.second.weight[7, 3], model.second.weight[9, 0] = torch.nan, torch.inf, -torch.inf
     with pytest.raises(ValueError, match="3 of 64 rows of a weight hold infinities or NaN.*the checkpoint is damaged"):
         apply_quantization(model, Family(), settings)
-
-
-def test_unknown_settings_are_refused():
-    with pytest.raises(ValueError, match="no scheme 'fp4'; the schemes are fp8, int8, fp8-compute, int8-compute"):
-        QuantizeSettings("fp4")
-    with pytest.raises(ValueError, match=r"rotation 32 was requested; use one of \[0, 16, 64, 256\]"):
-        QuantizeSettings("int8-compute", rotation=32)
 
 
 def test_a_layer_takes_the_widest_rotation_that_fits():

@@ -13,13 +13,14 @@ from devicebridge.quantization.eight_bit import make_rotation
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import (
     NOTHING_STORED,
+    QUANTIZED,
     FileFormat,
     Quantizer,
     QuantizeSettings,
     Stored8,
     auto_schemes,
     full_weight,
-    stored_linear_bytes,
+    sort_modules,
 )
 from devicebridge.quantization.stored import ROWS, make_convrot
 from devicebridge.tests.gguf_files import KINDS, meaning, random_blocks
@@ -51,7 +52,7 @@ def _make(form: str) -> tuple[Stored8, torch.Tensor]:
     if form in KINDS:
         data = random_blocks(form, (N, K))
         values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(N, -1)
-        return Stored8(values, torch.empty(N, 0), packing=form), meaning(form, data, (N, K))
+        return Stored8(values, torch.empty(N, 0), FileFormat(torch.uint8, packing=form)), meaning(form, data, (N, K))
     torch.manual_seed(1)
     kind, _, how = form.partition(" ")
     dtype = getattr(torch, kind)
@@ -59,14 +60,14 @@ def _make(form: str) -> tuple[Stored8, torch.Tensor]:
     values = (values.round() if dtype is torch.int8 else values).to(dtype)
     plain = values.float() * scale
     if not how:
-        return Stored8(values, scale), plain
+        return Stored8(values, scale, FileFormat(dtype)), plain
     matrix = make_convrot(64) if how == "convrot" else make_rotation(64)
     plain = plain @ torch.block_diag(*[matrix] * (K // 64)).T
-    return Stored8(values, scale, 64, how == "convrot"), plain
+    return Stored8(values, scale, FileFormat(dtype, 64, how == "convrot")), plain
 
 
 def _note(linear: nn.Linear, given: Stored8) -> None:
-    linear.file_format = FileFormat(given.weight.dtype, given.rotation, given.is_comfys, given.packing)  # type: ignore
+    linear.file_format = given.form  # type: ignore
 
 
 def _taken(form: str) -> tuple[Net, Net, Quantizer]:
@@ -141,8 +142,10 @@ def test_a_layer_keeps_its_bytes_whatever_moves_it_and_tells_their_number(form: 
     assert (layer.in_features, layer.out_features, layer.scheme) == (K, N, "stored")
     assert layer.dequantize().dtype is torch.bfloat16
     _note(linear, given)
-    tensors = [layer.weight, *layer.buffers()]
-    assert stored_linear_bytes(linear, SETTINGS) == sum(each.nbytes for each in tensors)
+    net, held = Net(), [layer.weight, *layer.buffers()]
+    net.blocks[0] = linear
+    groups = sort_modules(net, FAMILY, SETTINGS, 4)
+    assert groups[QUANTIZED]["blocks.0"][1] == sum(each.nbytes for each in held) + 4 * N
 
 
 def test_dora_and_what_is_no_number() -> None:
