@@ -37,10 +37,9 @@ from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS
-from devicebridge.tests.comfy.split_cases_nodes import in_one_batch
+from devicebridge.tests.comfy.split_cases_nodes import context_windows, in_one_batch, stopped_inside_a_block
 from devicebridge.tests.comfy.split_cases_tensor import as_unsplit, clones_in_turn, controlnets, loras, near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
-from devicebridge.tests.comfy.split_cases_tensor_nodes import context_windows, stopped_inside_a_block
 from devicebridge.tests.comfy.split_cases_weights import NAME
 from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, hooked, live_bytes
@@ -59,7 +58,7 @@ def tokens(model: Any, *devices: torch.device, **options: Any) -> Any:
 
 def _family(name: str, case: Case) -> None:
     host, forwards, run = case.host, [], TokenParallel.run
-    shared = tokens(host.load(name), overlap=False)  # split_cases_wholes.py has the other way
+    shared = tokens(host.load(name), overlap=False)  # split_cases_batches.py has the other way
 
     def note(self: TokenParallel, calls: Any, *replays: Any) -> Any:
         forwards.append(len(calls))
