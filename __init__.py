@@ -1,8 +1,6 @@
-"""ComfyUI-DeviceBridge: run and train diffusion transformers over several modest GPUs.
-
-ComfyUI loads this folder under whatever name it has; `pip install -e .` gives it the import name `devicebridge`. The
-body is guarded because a test runner may import this file loosely, without a package, where relative imports fail.
-"""
+"""ComfyUI-DeviceBridge: run and train diffusion transformers over several modest GPUs. ComfyUI loads this folder under
+whatever name it has; `pip install -e .` gives it the import name `devicebridge`. The body is guarded because a test
+runner may import this file loosely, without a package, where relative imports fail."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import copy
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,8 +141,9 @@ def run_client(
     """Queue the workflow and follow it; outputs are below ComfyUI's output folder."""
     command: list[str | Path] = [client, "--skip-prompt", "run", "--json", "--where", "local", "--wait"]
     command += ["--workflow", workflow, "--host", HOST, "--port", str(port), "--timeout", str(_SILENCE_TIMEOUT_S)]
-    is_late, titles, lines, message = threading.Event(), dict[str, str](), NowAndThen(_PROGRESS_INTERVAL_S), ""
+    titles, lines, message = dict[str, str](), NowAndThen(_PROGRESS_INTERVAL_S), ""
     outputs: list[Path] = []
+    limit_s, began_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s, time.monotonic()
 
     def read(line: str) -> None:
         nonlocal message
@@ -163,12 +165,7 @@ def run_client(
             message = _describe_error(event["error"])
 
     with processes.start(command, environment=QUIET) as process:
-
-        def give_up() -> None:
-            is_late.set()
-            process.terminate()
-
-        timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, give_up)
+        timer = threading.Timer(limit_s, process.terminate)
         timer.daemon = True
         timer.start()
         try:
@@ -177,8 +174,8 @@ def run_client(
             return RunResult(STOPPED, outputs, "cancelled")
         finally:
             timer.cancel()
-    if is_late.is_set():
-        return RunResult(TIMED_OUT, outputs, f"cancelled: not done after {timeout_s:.0f} s")
+    if time.monotonic() - began_s >= limit_s:
+        return RunResult(TIMED_OUT, outputs, f"cancelled: not done after {limit_s:.0f} s")
     return RunResult(exit_code, outputs, message)
 
 
@@ -193,10 +190,8 @@ def _describe_error(error: Mapping[str, Any]) -> str:
             lines.append(" ".join(map(str, filter(None, [*node, *said]))))
     hint, body = str(error.get("hint") or ""), str(details.get("body") or "")
     lines += [each for each in (*hint.splitlines(), body) if each and not each.startswith(("inspect ", "node "))]
-    if any(
-        each.get("code") == "unknown_class_type" and "'DeviceBridge" in str(each)
-        for each in details.get("errors") or ()
-    ):
+    texts = map(str, details.get("errors") or ())
+    if any("unknown_class_type" in text and "'DeviceBridge" in text for text in texts):
         lines.append(
             "This ComfyUI does not have this node of DeviceBridge: the pack is not in custom_nodes, is older, or could "
             f"not be imported (ComfyUI's log says why); the pack that belongs to this command is {ROOT}"

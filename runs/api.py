@@ -1,7 +1,5 @@
-"""What the page in ComfyUI asks for, and the answers. Knows nothing of the web server that carries both.
-
-Names in a request are looked for among what is there (store.py). Every answer is JSON, or a file of a run.
-"""
+"""What the page in ComfyUI asks for, and the answers. Knows nothing of the web server that carries both. Names in a
+request are looked for among what is there (store.py). Every answer is JSON, or a file of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What the page asks of folders of images: their captions and buckets, small pictures, and a caption that was edited.
-
-Small pictures come in many requests, so of these only folder and file are looked at. Nothing but captions is written.
-"""
+Small pictures come in many requests, so of these only folder and file are looked at. Nothing but captions is
+written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What a request must be before anything is done for it: of the page that this server gave out, small, and JSON.
-
-That a page's origin is the Host it asks proves nothing by itself. Whoever has a name may lead it to this machine once
-the page is loaded (DNS rebinding), and both are that name. So names that the server does not know are refused.
-"""
+"""What a request must be before anything is done for it: of the page that this server gave out, small, and JSON. That a
+page's origin is the Host it asks proves nothing by itself. Whoever has a name may lead it to this machine once the page
+is loaded (DNS rebinding), and both are that name. So names that the server does not know are refused."""
 
 from __future__ import annotations
 
@@ -46,10 +44,8 @@ class Refused(ValueError):
 
 def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]] = tuple) -> None:
     """Refuse a request that a page of another origin makes a browser send, by whatever name it asks this server.
-
     Browsers say it by Sec-Fetch-Site, and by an Origin that is not the Host requested; programs send neither. Names, in
-    small letters, are those under which the server is meant to be reached, besides localhost and all addresses.
-    """
+    small letters, are those under which the server is meant to be reached, besides localhost and all addresses."""
     site = headers.get("Sec-Fetch-Site", "same-origin")
     if site not in ("same-origin", "none"):
         raise Refused(403, f"this is for ComfyUI's own page, and the request comes from one that is {site}")

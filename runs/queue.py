@@ -1,9 +1,7 @@
 """Trainings in processes of their own: a queue on the disk, with order, in which every job holds the cards it names.
-
 The queue is one file under a lock. Whoever looks after it (a ComfyUI) starts jobs when their cards are free, and may
 end and come back. The file, and the job of each run that was started, lie where no request can write: a browser can
-send into the folder of the runs, too, so what that says is shown, and never started (decision 48).
-"""
+send into the folder of the runs, too, so what that says is shown, and never started (decision 48)."""
 
 from __future__ import annotations
 

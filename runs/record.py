@@ -1,8 +1,6 @@
-"""run.json in a run's folder: what runs or ran there, in which process, and how it ended.
-
-A record that says "running" while its process is gone is that of a crash. Of a process that cannot be seen from here,
-in another container or computer, the lock on its run's folder tells, which the system takes back when its owner ends.
-"""
+"""run.json in a run's folder: what runs or ran there, in which process, and how it ended. A record that says "running"
+while its process is gone is that of a crash. Of a process that cannot be seen from here, in another container or
+computer, the lock on its run's folder tells, which the system takes back when its owner ends."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -46,8 +43,7 @@ _NO_UTF8 = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
 class RunRecord:
     """What a run says of itself. status: "running" as long as nothing else was written; state tells whether that is so.
     devices: of its blocks, in order. steps: to the end. job, message: as job_to_dict gives it, to resume from; why it
-    failed. since: when it began, seconds since 1970; of other clocks than ours, or of one that was set.
-    queued: id of the queue's job that started it; "" of one that the queue did not start.
+    failed. queued: id of the queue's job that started it; "" of one that the queue did not start.
     folder: where it was read; None of one that was not."""
 
     status: Status
@@ -56,7 +52,6 @@ class RunRecord:
     steps: Annotated[int, pydantic.Field(lt=_MOST_STEPS)]
     job: dict[str, Any] = field(default_factory=dict)
     message: str = ""
-    since: float = 0.0
     queued: str = ""
     folder: Path | None = None
 
@@ -82,22 +77,19 @@ class Recording:
 def recorded_run(folder: Path, job: JobConfig, devices: Sequence[str]) -> Iterator[Recording]:
     """Say in the folder that a run is under way, and at the end how it ended; requests to it are then forgotten.
     Raises: OSError naming the file if the disk refuses at the start."""
-    mark, queued = mark_of(), os.environ.get(QUEUED, "")
-    record = RunRecord("running", mark, tuple(devices), job.train.steps, job_to_dict(job), "", time.time(), queued)
+    queued = os.environ.get(QUEUED, "")
+    record = RunRecord("running", mark_of(), tuple(devices), job.train.steps, job_to_dict(job), queued=queued)
     _write(folder, record)
-    recording = Recording()
+    recording, message = Recording(), ""
     try:
         yield recording
     except BaseException as error:
-        _end(folder, replace(record, status="failed", message=first_line(error)[:_MOST_MESSAGE]))
+        recording.status, message = "failed", first_line(error)[:_MOST_MESSAGE]
         raise
-    _end(folder, replace(record, status=recording.status))
-
-
-def _end(folder: Path, record: RunRecord) -> None:
-    Requests(folder).clear()
-    with contextlib.suppress(OSError):  # a full disk has been reported; this run is then one that crashed
-        _write(folder, record)
+    finally:
+        Requests(folder).clear()
+        with contextlib.suppress(OSError):  # a full disk has been reported; this run is then one that crashed
+            _write(folder, replace(record, status=recording.status, message=message))
 
 
 def _write(folder: Path, record: RunRecord) -> None:

@@ -1,8 +1,6 @@
-"""All runs below one folder, as ComfyUI's page and `devicebridge jobs` show them.
-
-A run, a checkpoint or a picture that somebody asks for by name is looked for among those that are there. No path is
-made of a name, and no link is followed, so no name leads anywhere else.
-"""
+"""All runs below one folder, as ComfyUI's page and `devicebridge jobs` show them. A run, a checkpoint or a picture that
+somebody asks for by name is looked for among those that are there. No path is made of a name, and no link is followed,
+so no name leads anywhere else."""
 
 from __future__ import annotations
 
