@@ -42,16 +42,15 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Raises: RuntimeError with the end of the log, if it ends or does not answer in time."""
-        end, fault = time.monotonic() + _START_TIMEOUT_S, f"ComfyUI did not answer within {_START_TIMEOUT_S:.0f} s"
-        while time.monotonic() < end:
-            if self.process.exit_code is not None:
-                fault = "ComfyUI ended while starting"
-                break
-            try:
+        end = time.monotonic() + _START_TIMEOUT_S
+        while (is_running := self.process.exit_code is None) and time.monotonic() < end:
+            with contextlib.suppress(OSError):
                 self.ask("/system_stats")
                 return
-            except OSError:
-                time.sleep(_POLL_S)
+            time.sleep(_POLL_S)
+        fault = (
+            f"ComfyUI did not answer within {_START_TIMEOUT_S:.0f} s" if is_running else "ComfyUI ended while starting"
+        )
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         raise RuntimeError("\n".join([f"{fault}; its log is {self.log}, the last lines:", *lines]))
 
@@ -139,36 +138,34 @@ class ComfyUI:
 
 
 def find_comfyui(given: Path | None = None, base: Path | None = None, python: Path | None = None) -> ComfyUI:
-    """The user's ComfyUI: as given, from COMFYUI_PATH, around this pack, as `comfy which` says, or ~/comfy/ComfyUI.
-    python: that it runs with; None finds it.
+    """The user's ComfyUI: as given, else the first of _places. python: that it runs with; None finds it.
     Raises: RuntimeError that says where it was looked for and how to get one."""
-    places = [given] if given else []
-    if not given:
-        named, around = os.environ.get("COMFYUI_PATH"), ROOT.parent
-        places += [Path(named).expanduser()] if named else []
-        places += [around.parent] if around.name == "custom_nodes" else []
-        places += [*filter(None, [_ask_comfy_cli()]), Path.home() / "comfy" / "ComfyUI"]
-    for place in places:
+    looked = []
+    for place in [given] if given else _places():
         if (place / "main.py").is_file() and (place / "comfy").is_dir():
             folder = place.resolve()
             python = python or find_python(folder, base)
             python = Path(shutil.which(str(python)) or python).absolute()  # its links stay: they make the environment
             return ComfyUI(folder, python, (base or folder).resolve())
+        looked.append(str(place))
     raise RuntimeError(
-        f"no ComfyUI was found (looked in {', '.join(map(str, places))}); name its folder with --comfyui or "
-        "COMFYUI_PATH, or get one with `pip install comfy-cli` and `comfy install`, or by cloning "
-        "https://github.com/comfyanonymous/ComfyUI"
+        f"no ComfyUI was found (looked in {', '.join(looked)}); name its folder with --comfyui or COMFYUI_PATH, or get "
+        "one with `pip install comfy-cli` and `comfy install`, or by cloning https://github.com/comfyanonymous/ComfyUI"
     )
 
 
-def _ask_comfy_cli() -> Path | None:
-    try:
-        command = [str(find_comfy_cli()), "--skip-prompt", "--json", "which"]
+def _places() -> Iterator[Path]:
+    """From COMFYUI_PATH, around this pack, as `comfy which` says, which takes seconds, and ~/comfy/ComfyUI."""
+    if named := os.environ.get("COMFYUI_PATH"):
+        yield Path(named).expanduser()
+    if ROOT.parent.name == "custom_nodes":
+        yield ROOT.parent.parent
+    with contextlib.suppress(RuntimeError, ValueError, LookupError, TypeError):
+        command = [find_comfy_cli(), "--skip-prompt", "--json", "which"]
         answer = processes.run(command, timeout_s=60, environment=QUIET)
-        place = json.loads(answer or "")["data"]["workspace_path"]
-        return Path(place) if place else None  # without a workspace it is empty, which would be the folder we are in
-    except (RuntimeError, ValueError, LookupError, TypeError):
-        return None
+        if place := json.loads(answer or "")["data"]["workspace_path"]:  # else it would be the folder we are in
+            yield Path(place)
+    yield Path.home() / "comfy" / "ComfyUI"
 
 
 def find_python(folder: Path, base: Path | None = None) -> Path:

@@ -308,7 +308,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path, comfyui, run):
 
 def test_without_comfyui_or_comfy_cli_it_says_how_to_get_one(monkeypatch, tmp_path):
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
-    monkeypatch.setattr(server, "_ask_comfy_cli", lambda: None)
+    monkeypatch.setattr(server.processes, "run", lambda *_, **__: None)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     with pytest.raises(RuntimeError, match="--comfyui or COMFYUI_PATH.*comfy install"):
         server.find_comfyui()
@@ -320,13 +320,16 @@ def test_without_comfyui_or_comfy_cli_it_says_how_to_get_one(monkeypatch, tmp_pa
 
 
 def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_ask_comfy_cli", lambda: comfyui)
+    answer = json.dumps({"data": {"workspace_path": str(comfyui)}})
+    monkeypatch.setattr(server, "find_comfy_cli", lambda: Path("comfy"))
+    monkeypatch.setattr(server.processes, "run", lambda *_, **__: answer)
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "gone"))
     assert server.find_comfyui().folder == comfyui
     other = tmp_path / "other"
     (other / "comfy").mkdir(parents=True)
     (other / "main.py").touch()
     monkeypatch.setenv("COMFYUI_PATH", str(other))
+    monkeypatch.setattr(server.processes, "run", lambda *_, **__: pytest.fail("comfy-cli takes seconds"))
     assert server.find_comfyui().folder == other
     assert server.find_comfyui(comfyui).folder == comfyui
     (other / "python").symlink_to(sys.executable)
@@ -339,10 +342,10 @@ def test_a_comfy_cli_without_a_workspace_names_no_comfyui(comfyui: Path, monkeyp
     """Its empty text would be the folder that we are in."""
     monkeypatch.chdir(comfyui)
     monkeypatch.setattr(server, "find_comfy_cli", lambda: Path("comfy"))
-    for place, found in ((str(comfyui), comfyui), ("", None)):
+    for place in (str(comfyui), ""):
         answer = json.dumps({"data": {"workspace_path": place}})
         monkeypatch.setattr(server.processes, "run", lambda *_, answer=answer, **__: answer)
-        assert server._ask_comfy_cli() == found
+        assert (Path(place) in server._places()) == bool(place)
 
 
 def test_comfyuis_own_python_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
