@@ -56,16 +56,15 @@ class ExecutionPlan:
     compiled_shapes: int | None = None
 
     def __post_init__(self) -> None:
-        needs_recompute = any(self.offloaded_blocks) or self.offloads
-        assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
-        assert not (self.placement.replicas and any(self.offloaded_blocks)) or self.placement.row_shares, (
-            "these blocks are all on their cards"
+        replicas, shares, leave = self.placement.replicas, shares_rows(self.strategy), any(self.offloaded_blocks)
+        assert self.gradient_checkpointing or not (leave or self.offloads), (
+            "only what is computed again leaves a device"
         )
-        assert not self.placement.replicas or holds_copies(self.strategy), "only data and tokens train replicas"
-        assert bool(self.placement.row_shares) == shares_rows(self.strategy), "only tokens shares out rows"
-        assert not shares_rows(self.strategy) or len({*self.kept_blocks}) < 2 > len({*self.offloaded_blocks}), (
-            "devices meet in blocks that are alike"
-        )
+        assert not (replicas and leave) or self.placement.row_shares, "these blocks are all on their cards"
+        assert not replicas or holds_copies(self.strategy), "only data and tokens train replicas"
+        assert bool(self.placement.row_shares) == shares, "only tokens shares out rows"
+        alike = len({*self.kept_blocks}) < 2 > len({*self.offloaded_blocks})
+        assert alike or not shares, "devices meet in blocks that are alike"
         assert (self.ahead is None) != has_stages(self.strategy), "only a pipeline runs ahead"
 
 

@@ -21,8 +21,8 @@ from .jobs import each_model
 from .native import enter, prepared
 
 # Pixels along a square where nobody has said: what image models are published for, and the area of 480x832 for video.
-IMAGE_RESOLUTION, VIDEO_RESOLUTION = 1024, 640
-_STEPS, _ACCUMULATION = 1500, 4  # of the templates
+_IMAGE_RESOLUTION, _VIDEO_RESOLUTION = 1024, 640
+_TRAIN = {"steps": 1500, "gradient_accumulation_steps": 4}  # of the templates
 
 _log = logging.getLogger(__name__)
 
@@ -90,23 +90,21 @@ def make_request(
     Raises: ValueError for another model, for neither job nor model, a pair of experts with a model, or data that is not
     there and has no resolution to stand in for it."""
     info = make_published_info(model) if model else None
+    values: dict[str, dict[str, Any]]
     if path is not None:
-        job = load_job(path)
+        values = job_to_dict(load_job(path))
     elif info is not None and info.variant is not None:
         # As the nodes and the template of this model train; required paths name nothing.
-        side = VIDEO_RESOLUTION if info.family.latent_of(info.variant).is_video else IMAGE_RESOLUTION
-        template: dict[str, Any] = {"model": {"path": model, "quantize": "auto"}, "output": {"folder": "nowhere"}}
-        template["data"] = {"folders": [{"path": "squares"}], "resolutions": [side]}
-        template["train"] = {"steps": _STEPS, "gradient_accumulation_steps": _ACCUMULATION}
-        job = make_job(template)
+        side = _VIDEO_RESOLUTION if info.family.latent_of(info.variant).is_video else _IMAGE_RESOLUTION
+        values = {"model": {"quantize": "auto"}, "output": {"folder": "nowhere"}, "train": _TRAIN}
+        values["data"] = {"folders": [{"path": "squares"}], "resolutions": [side]}
     else:
         raise ValueError("there is nothing to plan for; give a job file, or the name of a model: --model flux2-dev")
-    if model and job.model.second_expert:
+    if model and values["model"].get("second_expert"):
         raise ValueError(
             f"--model {model} stands in place of one model, but the job trains two; remove model.second_expert to plan "
             "one alone, or leave out --model where the files of both are there"
         )
-    values = job_to_dict(job)
     values["model"] |= {"path": model, "family": "", "variant": model} if model else {}
     values["model"] |= {"quantize": quantize} if quantize is not None else {}
     sizes = {"resolutions": resolution, "frames": frames}

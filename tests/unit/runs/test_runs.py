@@ -375,7 +375,6 @@ def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_car
         queue.tick()
         assert [each.id for each in queue.jobs()] == [job.id], "that was not the process of this job"
     monkeypatch.setenv("DEVICEBRIDGE_QUEUED", job.id)
-    monkeypatch.setattr("time.time", lambda: 1.0)  # the clock was set back since
     with recorded_run(tmp_path / "one", _job(tmp_path / "one"), ["cuda:0"]):
         queue.tick()
         assert queue.jobs() == []
