@@ -13,12 +13,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .header import GGUF_ENDING, read_open_header
-
-if TYPE_CHECKING:
-    import torch
 
 _WHOLE_FILE_BYTES = 512 * 2**20
 _SAMPLE_BYTES = 4096
@@ -82,8 +81,6 @@ def folder_fingerprint(path: str | Path) -> str:
 def content_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float = math.inf) -> dict[str, Any]:
     """Type, shape and hash of every tensor, on any device: of all bytes if they are up to 3 * sample_bytes, else of as
     many at the start, in the middle and at the end. Raises: ValueError naming a tensor that does not show its bytes."""
-    import torch
-
     facts = {}
     for name, tensor in tensors.items():
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,14 +21,10 @@ from .quantized_cache import FOREIGN, keep_quantized, open_cached
 from .quantized_files import dequantize, file_format, is_kept, read_scales
 from .weight_file import by_file, read_records
 
+if TYPE_CHECKING:
+    from ..parallel.offload.weights import WeightOffload
+
 _log = logging.getLogger(__name__)
-
-
-class LayerStore(Protocol):
-    """Who takes layers away as soon as they are final: WeightOffload of parallel/offload/weights.py."""
-
-    def begin(self, model: torch.nn.Module, layers: Collection[str]) -> None: ...
-    def finish(self, layer: str) -> None: ...
 
 
 def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
@@ -74,7 +70,7 @@ def load_transformer(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     quantizer: Quantizer | None = None,
-    layer_store: LayerStore | None = None,
+    layer_store: WeightOffload | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
 
@@ -101,7 +97,7 @@ def load_through_cache(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     quantizer: Quantizer,
-    layer_store: LayerStore | None = None,
+    layer_store: WeightOffload | None = None,
 ) -> torch.nn.Module:
     """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
     if folder is None:
@@ -124,7 +120,7 @@ class _Loader:
     device_of: Callable[[str], torch.device]
     dtype: torch.dtype
     quantizer: Quantizer | None
-    layer_store: LayerStore | None
+    layer_store: WeightOffload | None
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
@@ -133,7 +129,6 @@ class _Loader:
         self._scales = read_scales(self.info.tensors)
         self._waiting = Counter(name.rpartition(".")[0] for name in self.info.tensors)
         self._taken: dict[str, Stored8] = {}  # weights of layers whose other tensors have not all arrived
-        self._num_taken = self._num_dequantized = 0
 
     def load(self) -> None:
         if self.layer_store is not None:
@@ -145,10 +140,11 @@ class _Loader:
                 self._place(name, tensor)
                 del tensor  # before its layer is converted and the next one read: no second copy, here or on its device
                 self._finish_layer_of(name)
-        if self.info.quantized_types:
-            found = ", ".join(f"{count} {kind}" for kind, count in self.info.quantized_types.items())
+        if types := self.info.quantized_types:
+            found = ", ".join(f"{count} {kind}" for kind, count in types.items())
+            num_taken = sum(map(self._is_taken, self._wanted))
             message = "read %s tensors for %s: %d kept as they are, %d dequantized"
-            _log.info(message, found, self.info.path, self._num_taken, self._num_dequantized)
+            _log.info(message, found, self.info.path, num_taken, sum(types.values()) - num_taken)
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
         layer, _, leaf = name.rpartition(".")
@@ -161,9 +157,7 @@ class _Loader:
             form = file_format(record)
             assert form is not None
             self._taken[layer] = Stored8(values, scale, form)
-            self._num_taken += 1
         elif record.is_quantized:
-            self._num_dequantized += 1
             own = None if name not in self._scales else self._scales[name].to(device)
             put_tensor(self.model, name, dequantize(tensor.to(device), own, record, dtype))
         else:

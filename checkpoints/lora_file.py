@@ -155,12 +155,10 @@ def make_lora_tensors(
         trained: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out], by diffusers fqn.
         for_comfyui: the same with DoRA's magnitudes restated for ComfyUI; the diffusers layout does not need it.
         alpha, rank: strength is alpha / rank in all layers, whatever their own ranks are.
-    Raises: ValueError for DoRA that cannot be written, and for a layer that is not of this family.
+    Raises: as check_original_layout.
     """
     written: dict[str, torch.Tensor] = {}
     if layout == "original" or layout == "both" and family.shared_lora_names == "original":
-        if layout == "both" and any(name.endswith(DORA) for name in trained):
-            raise ValueError(f'no DoRA of {family.title} is read by both; save with lora_layout = "original"')
         own = _by_module(for_comfyui, 1.0 if layout == "original" else alpha / rank)
         for name, layer in _original_layers(family, own).items():
             if layout == "original":
@@ -168,7 +166,6 @@ def make_lora_tensors(
             written |= _named(_ORIGINAL_PREFIX + name, layer)
         return written
     layers = _by_module(trained, alpha / rank)
-    originals_of(layers, family.renames)  # refuses layers of another family
     for module, layer in layers.items():
         if DORA in layer:
             layer[MAGNITUDE] = layer.pop(DORA).reshape(-1)
@@ -196,9 +193,7 @@ def _by_module(tensors: Mapping[str, torch.Tensor], strength: float = 1.0) -> di
     """By module, with the strength multiplied into B."""
     layers: dict[str, Layer] = {}
     for name, tensor in tensors.items():
-        kind = next((kind for kind in (A, B, DORA) if name.endswith(f".{kind}")), None)
-        if kind is None:
-            raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {A}, {B} or {DORA}")
+        kind = next(kind for kind in (A, B, DORA) if name.endswith(f".{kind}"))
         scaled = tensor * strength if kind == B and strength != 1 else tensor
         layers.setdefault(name.removesuffix(f".{kind}"), {})[kind] = scaled
     return layers

@@ -131,19 +131,14 @@ def read_records(records: Mapping[str, TensorRecord]) -> Iterator[tuple[str, tor
 
 
 def _read(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
-    rows = record.rows
-    tensor = reader.get_tensor(record.key)
-    if record.pieces:
-        return torch.cat([tensor[start:end] for start, end in record.pieces])
-    tensor = tensor[slice(*rows)] if rows else tensor
-    return torch.cat(tensor.chunk(2)[::-1]) if record.swap_halves else tensor
+    return read_rows(reader, record, 0, record.shape[0]) if record.shape else reader.get_tensor(record.key)
 
 
 def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) -> torch.Tensor:
     """Rows start to end, in the model's order; no others are read, but all pieces. [end - start, ...]"""
-    if record.pieces:
-        return _read(reader, record)[start:end]
     rows = reader.get_tensor(record.key)
+    if record.pieces:
+        return torch.cat([rows[slice(*each)] for each in record.pieces])[start:end]
     first, half = record.rows[0] if record.rows else 0, record.shape[0] // 2
     if not record.swap_halves:
         return rows[first + start : first + end]

@@ -100,12 +100,6 @@ class FrozenLinear8(nn.Linear):
         return cls(values, scale, linear.bias, weight.dtype, matrix, packing)
 
     @property
-    def scheme(self) -> str:
-        if self.packing:
-            return "stored"
-        return "int8-compute" if self.weight.dtype is torch.int8 else "fp8-compute"
-
-    @property
     def W_q(self) -> Tensor:
         """The name by which PEFT knows layers that it must dequantize (for DoRA's norms)."""
         return self.weight
@@ -121,7 +115,7 @@ class FrozenLinear8(nn.Linear):
         """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of weight or bias."""
         if self.weight.requires_grad or self.bias is not None and self.bias.requires_grad:
             raise RuntimeError(
-                f"weight or bias of a frozen {self.scheme} linear was set to require a gradient and has none; call "
+                "weight or bias of a frozen linear in few bits was set to require a gradient and has none; call "
                 "requires_grad_(False) on the model and train a LoRA on top"
             )
         if is_autocasting(input):

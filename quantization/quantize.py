@@ -89,7 +89,7 @@ class Quantizer:
         self.settings = settings
         self._family = family
         self._bytes_before: dict[str, int] = {}
-        self._num_taken = self._num_unrotated = 0
+        self._num_taken = 0
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
         return _treatment(fqn, module, self._family, self.settings) == QUANTIZED
@@ -119,7 +119,6 @@ class Quantizer:
         others = sum(p.nbytes for name, p in module.named_parameters(recurse=False) if name != "weight")
         self._bytes_before[fqn] = module.weight.numel() * dtype.itemsize + others
         self._num_taken += 1
-        self._num_unrotated += bool(self.settings.rotation_of(width)) and not form.rotation
         rotation = rotation_for(stored.weight, form.dtype, form.rotation, is_comfys=form.is_comfys)
         packing = "" if self.settings.is_compute else form.packing
         return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
@@ -138,7 +137,7 @@ class Quantizer:
                 f"{self.settings.scheme} was requested, but {self._family.title} keeps every linear of this "
                 f'{type(model).__name__} in full precision; use quantize = "none"'
             )
-        report = QuantizeReport(self.settings.scheme, groups, self._num_taken, self._num_unrotated)
+        report = QuantizeReport(self.settings.scheme, groups, self._num_taken)
         _log.info("%s", report.summary())
         return report
 
@@ -274,7 +273,6 @@ class QuantizeReport:
     scheme: str
     groups: Groups
     num_taken: int = 0  # quantized layers that a file, or the cache of an earlier run, held in 8 bits already
-    num_unrotated: int = 0  # those of them that the scheme would have rotated, had it rounded them
 
     @property
     def num_quantized(self) -> int:
@@ -284,9 +282,8 @@ class QuantizeReport:
         """One line, sizes in decimal GB."""
         skipped = ", ".join(f"{len(group)} {reason}" for reason, group in self.groups.items() if reason != QUANTIZED)
         taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
-        unrotated = f"; {self.num_unrotated} are not rotated, as their file has them" if self.num_unrotated else ""
         before, after = total_bytes(self.groups)
         return (
             f"{self.num_quantized} linears to {self.scheme}{taken}, {before / 1e9:.2f} -> {after / 1e9:.2f} GB; "
-            f"left alone: {skipped}{unrotated}"
+            f"left alone: {skipped}"
         )

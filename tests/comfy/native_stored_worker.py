@@ -174,7 +174,7 @@ class StoredBench(Bench):
         def look(trainer: Any) -> None:
             model, _ = trainer.runner.replica_for(0)
             kept = [each for each in model.modules() if isinstance(each, FrozenLinear8)]
-            assert all(each.scheme == "stored" for each in kept)
+            assert all(each.packing for each in kept)
             tensors = dict(model.named_parameters()) | dict(model.named_buffers())
             self.held_bytes = sum(each.nbytes for name, each in tensors.items() if not is_lora_name(name))
             rotations = [0 if each.rotation is None else len(each.rotation) for each in kept]
