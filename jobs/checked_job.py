@@ -130,6 +130,7 @@ class Subject:
         largest: height and width in pixels and frames of the samples that take the most; (0, 0, 0) takes the config's.
         train, alone: of all samples that are trained on, and that are evaluated: what tells their batches apart.
         text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
+        picture: height and width in pixels and frames of sample pictures, if they are of a size of their own.
         beside_bytes: of weights that the first device holds beside the model.
         has_empty_caption: whether a sample has one, or may be given one. disk_note: of what its texts take there.
     """
@@ -141,6 +142,7 @@ class Subject:
     train: frozenset[tuple[int, ...]]
     alone: frozenset[tuple[int, ...]] = frozenset()
     text: SampleText | None = None
+    picture: tuple[int, int, int] | None = None
     beside_bytes: int = 0
     has_empty_caption: bool = False
     disk_note: str = ""

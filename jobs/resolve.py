@@ -36,7 +36,6 @@ from ..planning.plan import TrainingPlan, describe_work, plan_training
 from ..planning.question import Question, Setting, candidates, is_open, strategies_on
 from ..quantization.quantize import NOTHING_STORED, QUANTIZED, QuantizeReport, refusal, sort_modules, total_bytes
 from .checked_job import Subject, place_by_size
-from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
 
@@ -270,7 +269,6 @@ def plan_on(
     if shares_rows(strategy):
         _refuse_without_rows(subject)
     model = ModelCosts(subject.info, subject.variant, subject.model)
-    longest = max((size[-1] for size in subject.train), default=1)
     without = _left_out(subject)
     # With fewer rows than cards, such as of an empty caption, each computes a sample whole: more than is planned here.
     if subject.has_empty_caption or not machine.is_alone or job.parallel.processes > 1:
@@ -285,7 +283,7 @@ def plan_on(
         kept_shares=kept_shares,
         without=without,
         host_bytes=machine.host_bytes,
-        picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
+        picture=subject.picture,
         text=subject.text,
     )
     try:
