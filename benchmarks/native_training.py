@@ -97,9 +97,8 @@ from devicebridge.data.samples import Batch  # noqa: E402
 from devicebridge.encoding.comfy_data import read_pairs, save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.events import EventLog, first_line  # noqa: E402
-from devicebridge.jobs.build import build_trainer  # noqa: E402
 from devicebridge.jobs.encode_job import cache_job  # noqa: E402
-from devicebridge.jobs.job import check_job  # noqa: E402
+from devicebridge.jobs.job import build_trainer, check_job  # noqa: E402
 from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.devices import CPU, memory_in_use, reset_peaks, synchronize  # noqa: E402

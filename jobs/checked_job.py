@@ -31,6 +31,7 @@ from ..parallel.placement import (
 from ..planning.dry_run import SampleText
 from ..planning.plan import TrainingPlan
 from ..quantization.quantize import stored_bytes
+from ..sampling.draw import picture_size
 from ..training.objective import NoiseSchedule
 from .comfy_entries import make_comfy_reader, resolution_of
 
@@ -97,6 +98,27 @@ class ReadJob:
         """Where the job's VAE is. Raises: as component_folder."""
         setting = self.job.cache.vae
         return Path(setting) if setting else self.component_folder("", "vae") / "vae"
+
+    @property
+    def picture_size(self) -> tuple[int, int, int] | None:
+        """Of the job's sample pictures. Returns and raises: as picture_size of sampling/draw.py."""
+        frames = max(sample.num_frames for sample in self.training_samples)
+        return picture_size(self.job, self.family, self.variant, frames)
+
+    @property
+    def samples_vae(self) -> Path:
+        """Where the VAE that decodes sample pictures is. Raises: ValueError if nothing names one."""
+        cache, named = self.job.cache, self.job.samples.vae
+        if named:
+            return Path(named)
+        if self.family.host is not None and not cache.stock_vae:
+            graph = "in a graph, connect Load VAE or Load Checkpoint to stock VAE of Cache Captions and Latents"
+            raise ValueError(f"samples.prompts need a VAE: name it with cache.stock_vae or samples.vae; {graph}")
+        if self.family.host is not None:
+            return Path(cache.stock_vae)
+        if cache.latent_source and self.info.pipeline_folder is None:
+            raise ValueError("samples.prompts need a VAE, and ComfyUI's encoded the images; name it with samples.vae")
+        return self.vae_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import features
 from torch import nn
 
 from ..checkpoints.checkpoint import expert_by_name
@@ -29,11 +30,11 @@ from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import NOTHING_STORED, refusal
 from ..runs.store import NO_RUNS
+from ..sampling.draw import make_drawing
 from ..system.files import go_on
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, ReadJob
 from .comfy_entries import refuse_condition
-from .samples import check_samples, describe_expert
 
 _log = logging.getLogger(__name__)
 _names = partial(first, most=5)  # for a message
@@ -70,15 +71,31 @@ def check_tools(plan: JobPlan) -> None:
     if not plan.encoded:
         _check_encoders(plan)
     if job.samples.prompts:
-        vae = check_samples(plan)
-        if plan.family.host is None:
-            _check_vae(plan, vae)
+        _check_samples(plan)
     settings = job.model.quantize_settings
     if settings is not None:
         if settings.scheme == "stored" and not plan.info.quantized_types:
             raise ValueError(NOTHING_STORED)
         if reason := refusal(settings, placement.used_devices):
             raise ValueError(reason)
+
+
+def _check_samples(plan: JobPlan) -> None:
+    """Raises: ValueError for pictures that cannot be drawn, naming the setting."""
+    needs = () if plan.family.comfy is None else plan.family.comfy.needs
+    reason = "" if plan.family.host is None else " and ".join(needs) or plan.job.data.condition
+    if reason:
+        raise ValueError(f"samples.prompts: {plan.family.title} is given {reason} beside a prompt; remove them")
+    if plan.family.latent_of(plan.variant).audio_rows:
+        raise ValueError(f"samples.prompts draw pictures, and {plan.family.title} makes sound; remove them")
+    make_drawing(plan.job, plan.family, plan.variant)
+    size = plan.picture_size
+    frames = size[2] if size else max(sample.num_frames for sample in plan.training_samples)
+    if frames > 1 and not features.check("webp"):
+        raise ValueError("samples.prompts: this Pillow cannot write WebP; install one that can, or set frames = 1")
+    vae = plan.samples_vae
+    if plan.family.host is None:
+        _check_vae(plan, vae)
 
 
 def check_places(job: JobConfig) -> None:
@@ -176,7 +193,7 @@ def give_cautions(plan: JobPlan) -> None:
     """Log a warning for each. What can be seen of a dataset folder alone is said where it is read.
     Raises: ValueError naming a model file that cannot be read."""
     of_settings = _of_settings(plan.job, plan.samples, is_expert=plan.variant.is_expert)
-    for line in (describe_idle(plan.job), *of_settings, *_of_files(plan), describe_expert(plan)):
+    for line in (describe_idle(plan.job), *of_settings, *_of_files(plan), _of_expert(plan)):
         if line:
             _log.warning("%s", line)
 
@@ -224,6 +241,17 @@ def _of_files(plan: JobPlan) -> Iterator[str]:
     if zeros := find_zero_weights(info.tensors):
         found = f"{len(zeros)} of {len(info.tensors)} weights in {info.path} are all zeros: {_names(zeros)}"
         yield f"{found}; download the model again, unless it was made so"
+
+
+def _of_expert(plan: JobPlan) -> str:
+    """What to know of the pictures of a model that is one of a pair; "" for a whole one."""
+    name, partner = plan.variant.name, plan.variant.partner
+    if expert := plan.job.objective.expert:
+        name, partner = f"the {expert} expert", "the other one"
+    if not (plan.job.samples.prompts and partner):
+        return ""
+    found = f"sample pictures are drawn by {name} alone, at every noise level"
+    return f"{found}; with {partner} they would look better, so compare them only with each other"
 
 
 def _num_bytes(path: str) -> int:

@@ -45,7 +45,6 @@ from .comfy_entries import (
 )
 from .encode_job import cache_store, captions_of, text_keys, wanted_conditions
 from .resolve import refuse_block_settings, sizes_of
-from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
 _MUCH_BYTES = 10**9  # of a disk
@@ -54,7 +53,7 @@ _ELEMENT_SIZE = 4  # of text encoders that are trained: they compute in float32,
 
 def subject_of(read: ReadJob) -> Subject:
     """What decides how it is trained."""
-    text, frames = _longest_text(read), max(sample.num_frames for sample in read.training_samples)
+    text = _longest_text(read)
     return Subject(
         read.info,
         read.variant,
@@ -63,7 +62,7 @@ def subject_of(read: ReadJob) -> Subject:
         train=sizes_of(read.training_samples),
         alone=sizes_of(read.eval_samples),
         text=text,
-        picture=size_of_pictures(read.job, read.family, read.variant, frames),
+        picture=read.picture_size,
         disk_note=_disk_note(read, text),
         beside_bytes=text_encoder_bytes(read.job),
         has_empty_caption=read.job.data.caption_dropout > 0

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from ..config.training import SamplesConfig
+from ..config.job import JobConfig
+from ..data.samples import bucket_step, make_buckets
 from ..encoding.vae import load_vae
 from ..families.spec import EulerSteps, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
@@ -45,13 +46,15 @@ class Drawing:
     begin: Callable[[int], EulerSteps]  # the steps of a picture, by its image tokens
 
 
-def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant) -> Drawing:
-    """The job's settings, else what is usual for the model. Raises: ValueError where nobody has said what is."""
-    usual = variant.sampling or family.sampling
+def make_drawing(job: JobConfig, family: ModelFamily, variant: Variant) -> Drawing:
+    """The job's settings, else what is usual for the model; a guidance input of one of ComfyUI's own models gets what
+    the job trains with. Raises: ValueError where nobody has said what is usual."""
+    usual, settings = variant.sampling or family.sampling, job.samples
     if usual is None:
         raise ValueError(f"samples.prompts: how {family.title} draws pictures is not described; remove them")
-    guidance = usual.guidance if settings.guidance is None else settings.guidance
     has_input, host, steps = variant.training_guidance is not None, family.host, settings.steps or usual.steps
+    trained = job.objective.guidance if has_input and host is not None else None
+    guidance = next(each for each in (settings.guidance, trained, usual.guidance) if each is not None)
 
     def begin(num_tokens: int) -> EulerSteps:
         return ScheduledSteps(steps, usual.shift(num_tokens, steps)) if host is None else host.euler_steps(steps)
@@ -110,12 +113,20 @@ def draw_latents(
     return latents if first is None else torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
 
 
-def picture_size(
-    settings: SamplesConfig, family: ModelFamily, variant: Variant, side: int, frames: int
-) -> tuple[int, int, int]:
-    """Height and width in pixels and frames of every picture; side and frames are taken where the job names none.
+def picture_size(job: JobConfig, family: ModelFamily, variant: Variant, frames: int) -> tuple[int, int, int] | None:
+    """Height and width in pixels and frames of every picture, of which the job may leave open the sides and frames.
+    None where none are drawn, or as large as the samples that are trained on. frames: of the longest of these.
     Raises: ValueError naming the setting that the model does not take."""
-    latent, width = family.latent_of(variant), settings.width or side
+    settings, latent = job.samples, family.latent_of(variant)
+    if not settings.prompts:
+        return None
+    if variant.condition != "none":
+        if settings.width or settings.frames:
+            why = f"{variant.name} starts from the first frame of a training clip, and its sample clips are as large"
+            raise ValueError(f"samples.width, height and frames: {why}; leave them out")
+        return None
+    ((side, _),) = make_buckets(job.data.largest_resolution, bucket_step(job.data, latent), 1.0)
+    width = settings.width or side
     height = settings.height or width
     num_frames = settings.frames or (frames if latent.is_video else 1)
     for name, value in (("width", width), ("height", height)):

@@ -16,7 +16,7 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.encoding.comfy_data import read_conditioning
 from devicebridge.families.comfy.inputs import STREAM
 from devicebridge.families.comfy.registry import find_native
-from devicebridge.jobs.build import make_runner
+from devicebridge.jobs.job import make_runner
 from devicebridge.nodes.host.native.model import native_training, plain_attention
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.placement import Placement, block_flops, block_names, native_list

@@ -35,10 +35,9 @@ from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text, streams_of, with_silence
-from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_job
-from devicebridge.jobs.job import check_job, plan_job, run_job
+from devicebridge.jobs.job import build_trainer, check_job, plan_job, run_job
 from devicebridge.jobs.resolve import why_no_forecast, why_no_stages
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native

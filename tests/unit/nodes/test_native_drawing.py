@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from devicebridge.jobs.samples import samples_vae
+from devicebridge.jobs.checked_job import ReadJob
 from devicebridge.sampling.draw import ScheduledSteps
 from devicebridge.system.stopping import Stopped
 from devicebridge.tests import comfy_stub
@@ -70,7 +70,7 @@ def test_cancel_while_a_vae_decodes_is_left_for_the_training_to_hear(drawing, mo
 def test_pictures_of_a_model_of_comfyuis_are_refused_where_no_vae_is_named() -> None:
     named = SimpleNamespace(samples=SimpleNamespace(vae=""), cache=SimpleNamespace(stock_vae="vae.safetensors"))
     plan: Any = SimpleNamespace(job=named, family=SimpleNamespace(host=object()))
-    assert samples_vae(plan) == Path("vae.safetensors")
+    assert ReadJob.samples_vae.fget(plan) == Path("vae.safetensors")
     named.cache.stock_vae = ""
     with pytest.raises(ValueError, match=r"cache\.stock_vae or samples\.vae"):
-        samples_vae(plan)
+        ReadJob.samples_vae.fget(plan)
