@@ -13,8 +13,7 @@ from ..encoding.encode import Stopped
 from ..encoding.text_place import text_device_on
 from ..events import EventLog
 from ..jobs.checked_job import JobPlan
-from ..jobs.comfy_entries import ComfyEncoders
-from ..jobs.encode_job import CACHE_PARTS, CachePart, fill_cache, prune_caches, verify_cache
+from ..jobs.encode_job import CACHE_PARTS, CachePart, ComfyEncoders, fill_cache, prune_caches, verify_cache
 from ..system.stopping import STOPPED, Requests, stop_on_signal
 from ..system.telling import say
 from .jobs import each_model
@@ -49,8 +48,8 @@ def cache(options: argparse.Namespace) -> int:
             return int(num_problems > 0)
         if not options.prune:
             return _fill(plans, encoders, parts)
-        for pruned in prune_caches(plans, parts):
-            say(pruned.report())
+        for report in prune_caches(plans, parts):
+            say(report)
     return 0
 
 

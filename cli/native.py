@@ -16,8 +16,7 @@ from ..encoding.encode import never
 from ..events import EventLog, Listener
 from ..headless.server import ROOT, find_comfyui
 from ..jobs.checked_job import JobPlan
-from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
-from ..jobs.encode_job import cache_job
+from ..jobs.encode_job import NO_ENCODERS, ComfyEncoders, cache_job
 from ..jobs.job import check_job
 from ..jobs.ranks import unless_stopped
 from ..parallel.ranks.group import Ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,27 +34,21 @@ from ..planning.plan import TrainingPlan
 from ..quantization.quantize import stored_bytes
 from ..sampling.draw import picture_size
 from ..training.objective import NoiseSchedule
-from .comfy_entries import make_comfy_reader, resolution_of
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReadJob:
-    """A job as planning and training both need it.
-
-    Args:
-        model: without weights. targets: fqns of the linears that LoRA adapts.
-        samples: images and clips; () where the dataset arrived encoded. encoded: then, its samples.
-    """
+    """A job as planning and training both need it."""
 
     job: JobConfig
     info: CheckpointInfo
     variant: Variant
-    model: nn.Module
-    targets: tuple[str, ...]
-    samples: tuple[Sample, ...]
-    encoded: tuple[EncodedSample, ...] = ()
+    model: nn.Module  # without weights
+    targets: tuple[str, ...]  # fqns of the linears that LoRA adapts
+    samples: tuple[Sample, ...] = ()  # images and clips
+    encoded: tuple[EncodedSample, ...] = ()  # in their place, where the dataset arrived encoded
     eval_samples: tuple[Sample, ...] = ()
 
     @property
@@ -67,15 +62,22 @@ class ReadJob:
 
     @property
     def resolution(self) -> int:
-        """Of the largest images, in pixels along a square's side."""
-        if self.encoded or any(each.image_request().is_sound for each in self.samples):
-            return resolution_of(self.training_samples, self.family.latent_of(self.variant))
-        return self.job.data.largest_resolution
+        """Of the largest images or entries, in pixels along a square's side; of sound, whose stride is 1, in cells."""
+        if not self.encoded and not any(each.image_request().is_sound for each in self.samples):
+            return self.job.data.largest_resolution
+        sizes = [each.bucket[-3:-1] for each in self.encoded] or [each.bucket for each in self.samples]
+        cells = max(map(math.prod, sizes))
+        return round(math.sqrt(cells) * self.family.latent_of(self.variant).spatial_stride)
 
     @property
     def reader(self) -> ComfyReader:
-        """Reads what ComfyUI's own encoders left, as this model takes it."""
-        return make_comfy_reader(self.family, self.variant, self.info.config)
+        """Reads what ComfyUI's own encoders left, as this model takes it.
+        Raises: ValueError for a family without a description of ComfyUI's inputs."""
+        family = self.family
+        if family.comfy is None:
+            found = f"{family.title} cannot be trained on what ComfyUI's encoders make"
+            raise ValueError(f"{found}; leave them unconnected")
+        return ComfyReader(family.comfy, self.info.config, family.latent_of(self.variant), self.variant.name)
 
     @property
     def caption_reader(self) -> ComfyReader:
@@ -123,17 +125,12 @@ class ReadJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan(ReadJob):
-    """A checked job, without "auto" for what the planner decides: what will be loaded where.
-
-    Args:
-        training: what the planner chose; None on machines it knows nothing of.
-        start: layers of the LoRA file that it begins with; {} begins afresh.
-    """
+    """A checked job, without "auto" for what the planner decides: what will be loaded where."""
 
     execution: ExecutionPlan
     schedule: NoiseSchedule
-    training: TrainingPlan | None = None
-    start: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    training: TrainingPlan | None = None  # what the planner chose; None on machines it knows nothing of
+    start: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)  # layers that its LoRA begins with
 
     @property
     def placement(self) -> Placement:
@@ -146,28 +143,19 @@ class JobPlan(ReadJob):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained, as far as it decides how: a model without weights, and the sizes of its data.
-
-    Args:
-        largest: height and width in pixels and frames of the samples that take the most; (0, 0, 0) takes the config's.
-        train, alone: of all samples that are trained on, and that are evaluated: what tells their batches apart.
-        text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
-        picture: height and width in pixels and frames of sample pictures, if they are of a size of their own.
-        beside_bytes: of weights that the first device holds beside the model.
-        has_empty_caption: whether a sample has one, or may be given one. disk_note: of what its texts take there.
-    """
+    """What is trained, as far as it decides how: a model without weights, and the sizes of its data."""
 
     info: CheckpointInfo
     variant: Variant
     model: nn.Module
-    largest: tuple[int, int, int]
-    train: frozenset[tuple[int, ...]]
-    alone: frozenset[tuple[int, ...]] = frozenset()
-    text: SampleText | None = None
-    picture: tuple[int, int, int] | None = None
-    beside_bytes: int = 0
-    has_empty_caption: bool = False
-    disk_note: str = ""
+    largest: tuple[int, int, int]  # height and width in pixels and frames of the samples that take the most
+    train: frozenset[tuple[int, ...]]  # what tells the shapes of batches apart, of all samples that are trained on
+    alone: frozenset[tuple[int, ...]] = frozenset()  # the same of those that are evaluated
+    text: SampleText | None = None  # what one of ComfyUI's own models is given of the longest caption, where known
+    picture: tuple[int, int, int] | None = None  # as largest, of sample pictures, if they are of a size of their own
+    beside_bytes: int = 0  # of weights that the first device holds beside the model
+    has_empty_caption: bool = False  # whether a sample has one, or may be given one
+    disk_note: str = ""  # of what its texts take there
 
 
 def place_by_size(

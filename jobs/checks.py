@@ -26,6 +26,7 @@ from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
 from ..encoding.text_place import check_text_device
 from ..encoding.vae import check_vae
+from ..families.spec import Variant
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import NOTHING_STORED, refusal
@@ -34,7 +35,7 @@ from ..sampling.draw import make_drawing
 from ..system.files import go_on
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, ReadJob
-from .comfy_entries import refuse_condition
+from .read_job import refuse_condition
 
 _log = logging.getLogger(__name__)
 _names = partial(first, most=5)  # for a message
@@ -192,13 +193,12 @@ def _check_vae(plan: JobPlan, path: Path) -> None:
 def give_cautions(plan: JobPlan) -> None:
     """Log a warning for each. What can be seen of a dataset folder alone is said where it is read.
     Raises: ValueError naming a model file that cannot be read."""
-    of_settings = _of_settings(plan.job, plan.samples, is_expert=plan.variant.is_expert)
-    for line in (describe_idle(plan.job), *of_settings, *_of_files(plan), _of_expert(plan)):
+    for line in (describe_idle(plan.job), *_of_settings(plan.job, plan.samples, plan.variant), *_of_files(plan)):
         if line:
             _log.warning("%s", line)
 
 
-def _of_settings(job: JobConfig, samples: Sequence[Sample], *, is_expert: bool) -> Iterator[str]:
+def _of_settings(job: JobConfig, samples: Sequence[Sample], variant: Variant) -> Iterator[str]:
     word, optimizer = job.data.trigger_word.strip(), job.optimizer
     captions = [caption.lower() for sample in samples for caption in sample.captions]
     if word and captions and not any(word.lower() in each for each in captions):
@@ -215,12 +215,16 @@ def _of_settings(job: JobConfig, samples: Sequence[Sample], *, is_expert: bool) 
     if job.cache.has_sound and samples and not any(sample.has_sound for sample in samples):
         yield "cache.stock_audio_vae has no effect: no clip has a track of sound, or a sound file of its name"
     expert, name = job.objective.expert, Path(job.model.path).name
-    if is_expert and not expert:
+    if variant.is_expert and not expert:
         why = "it is trained at all noise levels, and draws at some of them only"
         helps = 'set objective.expert to "high_noise" or "low_noise"'
         yield f"{name} is one of Wan 2.2's two experts, and nothing says which: {why}; {helps}"
     if expert and expert_by_name(Path(name)) not in ("", expert):
         yield f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
+    if job.samples.prompts and (expert or variant.partner):
+        drawn, partner = (f"the {expert} expert", "the other one") if expert else (variant.name, variant.partner)
+        found = f"sample pictures are drawn by {drawn} alone, at every noise level"
+        yield f"{found}; with {partner} they would look better, so compare them only with each other"
 
 
 def _of_files(plan: JobPlan) -> Iterator[str]:
@@ -241,17 +245,6 @@ def _of_files(plan: JobPlan) -> Iterator[str]:
     if zeros := find_zero_weights(info.tensors):
         found = f"{len(zeros)} of {len(info.tensors)} weights in {info.path} are all zeros: {_names(zeros)}"
         yield f"{found}; download the model again, unless it was made so"
-
-
-def _of_expert(plan: JobPlan) -> str:
-    """What to know of the pictures of a model that is one of a pair; "" for a whole one."""
-    name, partner = plan.variant.name, plan.variant.partner
-    if expert := plan.job.objective.expert:
-        name, partner = f"the {expert} expert", "the other one"
-    if not (plan.job.samples.prompts and partner):
-        return ""
-    found = f"sample pictures are drawn by {name} alone, at every noise level"
-    return f"{found}; with {partner} they would look better, so compare them only with each other"
 
 
 def _num_bytes(path: str) -> int:

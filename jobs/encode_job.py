@@ -5,45 +5,58 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from ..config.job import JobConfig
+from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
 from ..encoding.comfy_data import store_of_encoded
-from ..encoding.comfy_sources import ComfyLatents
+from ..encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts, ComfyTokens
 from ..encoding.encode import fill, never
 from ..encoding.key import comfy_text_key
-from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Source
+from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Shapes, Source
 from ..encoding.store import CacheStore, State
 from ..events import EventLog
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import read_latents, read_text, with_silence
+from ..families.comfy.inputs import num_tokens, read_latents, read_text, with_silence
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
 from ..training.batches import CachedSamples
-from .checked_job import JobPlan
-from .comfy_entries import (
-    NO_ENCODERS,
-    ComfyEncoders,
-    comfy_conditions,
-    comfy_texts,
-    refuse_missing,
-    refuse_other,
-    refuse_unfit_conditions,
-    refuse_unfit_latents,
-    refuse_unfit_texts,
-)
+from .checked_job import JobPlan, ReadJob
 
 CachePart = Literal["captions", "latents", "conditions"]
 CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents", "conditions")
+ONE_EACH = (
+    "train.batch_size is above 1, but {}, so they cannot share a batch; set batch_size 1 (gradient_accumulation_steps "
+    "does the same)"
+)
 _NOT_LOADED = "the job names encoders that only ComfyUI loads, and nothing has loaded them"  # no other may stand in
+
+
+@dataclass(frozen=True)
+class ComfyEncoders:
+    """Encoders that ComfyUI holds in this process (nodes/host/comfy_encoders.py); None where none is needed."""
+
+    clip: Any = None
+    vae: Any = None
+    conditioner: Any = None  # has both, and what sees
+    audio_vae: Any = None
+
+    def named_in(self, cache: CacheConfig) -> CacheConfig:
+        """The settings with the names of these encoders."""
+        own = {"text_source": self.clip, "latent_source": self.vae, "audio_source": self.audio_vae}
+        names = {key: each.fingerprint for key, each in own.items() if each is not None}
+        names |= {"vision_source": seen} if (seen := getattr(self.conditioner, "sees_with", "")) else {}
+        return replace(cache, **names)
+
+
+NO_ENCODERS = ComfyEncoders()
 
 
 def cache_store(job: JobConfig) -> CacheStore:
@@ -54,28 +67,29 @@ def cache_store(job: JobConfig) -> CacheStore:
 
 
 def cache_job(
-    plan: JobPlan,
-    events: EventLog,
-    should_stop: Callable[[], bool] = never,
-    encoders: ComfyEncoders = NO_ENCODERS,
+    plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never, encoders: ComfyEncoders = NO_ENCODERS
 ) -> tuple[CachedSamples, CachedSamples | None]:
     """Compute the captions and latents that the cache does not hold yet; returns training and evaluation data.
     Raises: what fill_cache raises; ValueError for entries that do not fit the model."""
     store, settings = cache_store(plan.job), plan.job.cache
     if plan.encoded:
-        refuse_missing(plan.encoded, store)
+        keys = dict.fromkeys(key for sample in plan.encoded for key in (sample.latents_key, *sample.text_keys))
+        if missing := [key for key in keys if key not in store]:
+            gone = f"{len(missing)} of {len(keys)} entries of the encoded dataset are gone from {store.folder}"
+            raise ValueError(f"{gone}; run the Dataset from Latents and Conditioning node again")
         release_cached_memory()  # of a job before: its model's hooks hold it in a circle
         return _cached(plan, plan.encoded), None
     texts: dict[str, tuple[str, ...]] = fill_cache(plan, "captions", events, should_stop, encoders)
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
     conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
-        refuse_unfit_texts(plan.caption_reader, store, {text: key for text, (key,) in texts.items()}, _sharing(plan))
+        _refuse_unfit_texts(plan, store, {text: key for text, (key,) in texts.items()})
     if settings.latent_source:
-        refuse_unfit_latents(plan.reader, store, latent_keys)
+        for request, key in latent_keys.items():
+            if reason := plan.reader.latents_problem(store.shapes(key), len(request.frames) or 1):
+                raise ValueError(f"ComfyUI's VAE does not fit: of {request.path}, {reason}")
     if conditions:
-        sharing = wanted_conditions(plan.job, plan.samples) if plan.job.train.batch_size > 1 else ()
-        refuse_unfit_conditions(plan.reader, store, conditions, set(sharing))
+        _refuse_unfit_conditions(plan, store, conditions)
 
     def recompute(key: str) -> None:
         """Compute one entry while the model trains; random numbers stay as they are.
@@ -147,13 +161,10 @@ def fill_cache(
     encoders: ComfyEncoders = NO_ENCODERS,
 ) -> dict[Any, Any]:
     """Compute what this part of the cache does not hold yet; text encoders or VAE are freed before this returns.
-
-    Args:
-        encoders: those that cache.text_source and cache.latent_source name, if something may have to be computed.
+    encoders: those that cache.text_source and cache.latent_source name, if something may have to be computed.
     Returns: the entries of each caption, one of every text encoder, or the entry of each image request or condition.
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
-        naming the images that cannot be read. What was done stays in the cache.
-    """
+    naming the images that cannot be read. What was done stays in the cache."""
     if plan.encoded or part == "conditions" and not plan.job.data.condition:
         return {}
     events.emit("phase", name=part)
@@ -176,8 +187,7 @@ def _work(
         case "captions":
             captions, settings = captions_of(plan.job, samples), plan.job.cache
             if settings.text_source:
-                of_tokens = plan.job.lora.text_encoder
-                return captions, [comfy_texts(settings, plan.caption_reader, encoders, of_tokens=of_tokens)]
+                return captions, [comfy_texts(plan, encoders)]
             if settings.has_stock_text:
                 raise RuntimeError(_NOT_LOADED)
             folder = plan.component_folder(settings.text_encoders, "text_encoders")
@@ -190,14 +200,34 @@ def _work(
             return [each.image_request() for each in samples], [_latent_source(plan, encoders)]
         case "conditions":
             wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
-            return wanted, [comfy_conditions(plan.job, plan.reader, encoders)] if wanted else []
+            return wanted, [comfy_conditions(plan, encoders)] if wanted else []
+
+
+def comfy_texts(read: ReadJob, encoders: ComfyEncoders = NO_ENCODERS) -> ComfyTexts:
+    """The source that cache.text_source names; where encoders compute in every step, of what they are given.
+    Raises: ValueError if another CLIP is given than is named."""
+    settings, reader = read.job.cache, read.caption_reader
+    _refuse_other(settings.text_source, encoders.clip, "text_source")
+    source = ComfyTokens if read.job.lora.text_encoder else ComfyTexts
+    how = {"keeps_all": reader.comfy.reads_all, "weighs": settings.caption_weights}
+    return source(settings.text_source, reader.text_problem, encoders.clip, **how)
+
+
+def comfy_conditions(read: ReadJob, encoders: ComfyEncoders = NO_ENCODERS) -> ComfyConditions:
+    """The source of what a job's model is given beside captions."""
+    data, cache = read.job.data, read.job.cache
+    way = WAYS[data.condition]
+    names = ((cache.text_source, way.reads_text), (cache.latent_source, True), (cache.vision_source, way.sees))
+    used = tuple(name for name, takes_part in names if takes_part)
+    options = read.reader.text_problem, data.reference_megapixels, encoders.conditioner, cache.caption_weights
+    return ComfyConditions(data.condition, used, *options)
 
 
 def _latent_source(plan: JobPlan, encoders: ComfyEncoders) -> LatentSource:
     settings = plan.job.cache
     if settings.latent_source:
-        refuse_other(settings.latent_source, encoders.vae, "latent_source")
-        refuse_other(settings.audio_source, encoders.audio_vae, "audio_source")
+        _refuse_other(settings.latent_source, encoders.vae, "latent_source")
+        _refuse_other(settings.audio_source, encoders.audio_vae, "audio_source")
         reader = plan.reader
         of_sound = settings.audio_source, encoders.audio_vae, reader.comfy.sound
         return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae, *of_sound)
@@ -205,6 +235,46 @@ def _latent_source(plan: JobPlan, encoders: ComfyEncoders) -> LatentSource:
         raise RuntimeError(_NOT_LOADED)
     device = find_device(settings.vae_device) if settings.vae_device else plan.placement.main_device
     return FolderLatents(plan.family, plan.variant, plan.vae_path, device, getattr(torch, settings.dtype))
+
+
+def _refuse_other(named: str, given: Any, key: str) -> None:
+    """Raises: ValueError if another encoder is given than cache.<key> names."""
+    if given is not None and given.fingerprint != named:
+        raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
+
+
+def _refuse_unfit_texts(plan: JobPlan, store: CacheStore, keys: Mapping[str, str]) -> None:
+    """Raises: ValueError for entries of another model, or captions that cannot share a batch, by their headers."""
+    reader, sharing = plan.caption_reader, set[str]()
+    if plan.job.train.batch_size > 1 and not _has_own_texts(plan.job):
+        sharing = {caption for sample in plan.samples for caption in sample.captions}
+        sharing |= {""} if plan.job.data.caption_dropout else set()
+    lengths = {}
+    for caption, key in keys.items():
+        shapes = store.shapes(key)
+        if reason := reader.text_problem(shapes):
+            raise ValueError(f"ComfyUI's CLIP does not fit: of the caption {caption!r}, {reason}")
+        lengths[caption] = num_tokens(reader.comfy, shapes)
+    shared = {caption: lengths[caption] for caption in sharing}
+    if len(set(shared.values())) > 1:
+        longest = max(shared, key=lambda caption: (shared[caption], caption))
+        found = f"ComfyUI's CLIP encodes the captions to {min(shared.values())} to {shared[longest]} tokens"
+        raise ValueError(f"{ONE_EACH.format(found)}, or shorten the longest, {longest[:80]!r}")
+
+
+def _refuse_unfit_conditions(plan: JobPlan, store: CacheStore, keys: Mapping[Wanted, str]) -> None:
+    """Raises: ValueError for entries of another model, or that cannot share a batch, by their headers."""
+    sharing = set(wanted_conditions(plan.job, plan.samples) if plan.job.train.batch_size > 1 else ())
+    seen: dict[Any, Shapes] = {}
+    for wanted, key in keys.items():
+        _, condition = wanted
+        shapes = store.shapes(key)
+        if reason := plan.reader.text_problem(shapes):
+            raise ValueError(f"the condition of {condition.paths[0]} does not fit: {reason}")
+        cut = condition.control or condition.clip
+        group = condition.sizes, cut and (cut.crop[2:], len(cut.frames))
+        if wanted in sharing and seen.setdefault(group, shapes) != shapes:
+            raise ValueError(ONE_EACH.format(f"{condition.paths[0]} has conditions of other sizes than another"))
 
 
 def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
@@ -226,14 +296,6 @@ def captions_of(job: JobConfig, samples: Iterable[Sample]) -> list[str]:
     """Of all samples that are not encoded with their references, the empty one, and the prompts of pictures."""
     captions = set() if _has_own_texts(job) else {caption for sample in samples for caption in sample.captions}
     return sorted({"", *captions, *job.samples.prompts})
-
-
-def _sharing(plan: JobPlan) -> set[str]:
-    """Captions whose entries may share a batch."""
-    if plan.job.train.batch_size == 1 or _has_own_texts(plan.job):
-        return set()
-    captions = {caption for sample in plan.samples for caption in sample.captions}
-    return captions | ({""} if plan.job.data.caption_dropout else set())
 
 
 def _has_own_texts(job: JobConfig) -> bool:
@@ -263,24 +325,6 @@ def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], Non
 _MAX_NAMES = 20  # of a kind that a report spells out
 
 
-@dataclass
-class Pruned:
-    """What pruning one folder did; bytes are those of the deleted files."""
-
-    folder: Path
-    kept: int = 0
-    spared: int = 0
-    deleted: int = 0
-    num_bytes: int = 0
-    jobs: list[str] = field(default_factory=list)
-
-    def report(self) -> str:
-        jobs = self.jobs[0] if len(self.jobs) == 1 else f"any of {', '.join(self.jobs)}"
-        spared = f", and {self.spared} that a run under way may need" if self.spared else ""
-        deleted = f"{self.deleted} entries deleted, {self.num_bytes} bytes ({self.num_bytes / 1e9:.2f} GB)"
-        return f"cache: {self.folder}\n{deleted}; {self.kept} entries that {jobs} may need are kept{spared}"
-
-
 def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> tuple[list[str], int]:
     """Read every entry the job needs and compare checksums; damaged ones are removed for the next run to compute.
     Returns: a report by lines, with the first of the entries that are not whole, and how many these are."""
@@ -299,23 +343,24 @@ def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> tuple[list[str], 
     return [*lines, *problems[:_MAX_NAMES], *([f"and {more} more"] if more > 0 else [])], len(problems)
 
 
-def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:
+def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[str]:
     """Delete from the jobs' folders what neither they nor a run under way needs, and what killed processes have left.
-    plans: by a name for the report. Raises: OSError naming the file if one cannot be deleted."""
+    plans: by a name for the report. Returns: a report of each folder. Raises: OSError naming a file that stays."""
     needed = {key for plan in plans.values() for part in parts for key in cache_entries(plan, part)}
-    pruned: dict[Path, Pruned] = {}
+    jobs: dict[Path, list[str]] = {}
     for name, plan in plans.items():
-        folder = cache_store(plan.job).folder.resolve()
-        pruned.setdefault(folder, Pruned(folder)).jobs.append(name)
-    for folder, result in pruned.items():
+        jobs.setdefault(cache_store(plan.job).folder.resolve(), []).append(name)
+    reports = []
+    for folder, names in jobs.items():
         store = CacheStore(folder)
         is_read = store.has_living_runs()  # before the entries are looked at
-        for key in list(store.keys()):
-            if key in needed:
-                result.kept += 1
-            elif is_read:
-                result.spared += 1
-            else:
-                result.num_bytes += store.remove(key)
-                result.deleted += 1
-    return list(pruned.values())
+        keys = list(store.keys())
+        others = [key for key in keys if key not in needed]
+        sizes = [] if is_read else [store.remove(key) for key in others]
+        spared = f", and {len(others)} that a run under way may need" if is_read and others else ""
+        deleted = f"{len(sizes)} entries deleted, {sum(sizes)} bytes ({sum(sizes) / 1e9:.2f} GB)"
+        kept = (
+            f"{len(keys) - len(others)} entries that {'any of ' * (len(names) > 1)}{', '.join(names)} may need are kept"
+        )
+        reports.append(f"cache: {folder}\n{deleted}; {kept}{spared}")
+    return reports

@@ -1,8 +1,6 @@
-"""Jobs in processes of their own, for a program that waits for their end: ComfyUI's node, and a pair of experts.
-
-Each process is the command `devicebridge` with a job file; events and result are read from its run folder. Each expert
-of a pair (Wan 2.2 A14B) has the job of that expert alone. This process never starts CUDA, which takes memory.
-"""
+"""Jobs in processes of their own, for a program that waits for their end: ComfyUI's node, and a pair of experts (Wan
+2.2 A14B). Each process is the command `devicebridge` with a job file; events and result are read from its run folder.
+This process never starts CUDA, which takes memory."""
 
 from __future__ import annotations
 
@@ -212,9 +210,8 @@ def run_pair(
     should_stop: Callable[[], bool] = never,
 ) -> dict[str, TrainingResult]:
     """Train both experts to their end, or until should_stop() is true or one fails; both are saved. How those that were
-    begun ended, by expert. With one device they follow each other. Events have the "expert".
-    Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training failed, or
-    the process that runs in the same folder."""
+    begun ended, by expert. With one device they follow each other. Events have the "expert". Raises: ValueError for a
+    job that cannot run; RuntimeError naming the expert that failed, or the process that runs in the same folder."""
     folder = Path(job.output.folder)
     with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private, ExitStack() as stack:
         experts = expert_jobs(job, devices)

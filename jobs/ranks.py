@@ -1,8 +1,5 @@
-"""A job on several processes (ranks): what all compare, what only the first does, and how each trains its share.
-
-The first rank writes and reads the run folder, and decides the strategy between ranks, scheme and optimizer. Each rank
-resolves the job for its own devices, as if it were alone with its share of the microbatches.
-"""
+"""A job on several processes (ranks). The first rank writes and reads the run folder, and decides the strategy between
+ranks, scheme and optimizer. Each resolves the job for its own devices, as if it were alone with its microbatches."""
 
 from __future__ import annotations
 

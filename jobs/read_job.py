@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.fingerprint import settings_fingerprint
 from ..checkpoints.header import FLOAT_TYPES, read_header
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lora_file import check_lora_layout, check_lycoris_layout, is_of_text
@@ -20,11 +21,21 @@ from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
 from ..config.model import shares_rows
 from ..data.folders import scan_folders
-from ..data.samples import EncodedSample, Sample, as_evaluated
+from ..data.samples import EncodedSample, TrainingSample, as_evaluated
+from ..encoding.comfy_data import EncodedPair, load_encoded
 from ..encoding.encode import never
-from ..encoding.key import comfy_text_key
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
-from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
+from ..families.comfy.inputs import (
+    GUIDES,
+    MORE_SAMPLES,
+    NOISE_MASK,
+    SAMPLES,
+    STREAM,
+    VOICE,
+    ComfyReader,
+    num_tokens,
+    option_path,
+)
 from ..families.comfy.text_sizes import CLIP_PARTS
 from ..families.comfy.token_plans import plan_of
 from ..families.spec import LatentSpec, Variant
@@ -34,20 +45,12 @@ from ..planning.dry_run import BY_FOREIGN_CODE, META, NoForecast, SampleText, Wo
 from ..planning.question import make_square
 from ..training.adapter import find_targets
 from .checked_job import ReadJob, Subject
-from .comfy_entries import (
-    NO_ENCODERS,
-    comfy_conditions,
-    make_comfy_reader,
-    read_encoded_samples,
-    refuse_batches_with_sound,
-    refuse_condition,
-    resolution_of,
-)
-from .encode_job import cache_store, captions_of, text_keys, wanted_conditions
+from .encode_job import ONE_EACH, cache_store, captions_of, comfy_conditions, comfy_texts, text_keys, wanted_conditions
 from .resolve import refuse_block_settings, sizes_of
 
 _log = logging.getLogger(__name__)
 _MUCH_BYTES = 10**9  # of a disk
+_MOST_PROBLEMS = 5  # spelt out in a message
 _ELEMENT_SIZE = 4  # of text encoders that are trained: they compute in float32, and are held so
 
 
@@ -76,14 +79,12 @@ def _longest_text(read: ReadJob) -> SampleText | None:
         return None
     store = cache_store(read.job)
     texts = [each.text_keys for each in read.encoded]
-    if source := read.job.cache.text_source:
+    if read.job.cache.text_source:
+        samples = (*read.samples, *read.eval_samples)
         wanted = wanted_conditions(read.job, read.samples, read.eval_samples)
-        reader = read.reader
-        made = comfy_conditions(read.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
-        every = [(each, caption) for each in (*read.samples, *read.eval_samples) for caption in each.captions]
-        for sample, caption in every:
-            own = comfy_text_key(caption, source, keeps_all=True, weighs=read.job.cache.caption_weights)
-            texts.append(text_keys(caption, sample.condition, {caption: (own,)}, made))
+        made = comfy_conditions(read).keys_of(wanted) if wanted else {}
+        keys = {text: (key,) for text, key in comfy_texts(read).keys_of(captions_of(read.job, samples)).items()}
+        texts += [text_keys(text, each.condition, keys, made) for each in samples for text in each.captions]
 
     def size(keys: tuple[str, ...]) -> int:
         """Of entries that are all there."""
@@ -132,8 +133,7 @@ def _largest(read: ReadJob) -> tuple[int, int, int]:
     """Height and width in pixels and frames of the samples that take the most."""
     latent = read.family.latent_of(read.variant)
     if latent.audio_rows:
-        side = resolution_of(read.training_samples, latent)
-        return side, side, 1
+        return read.resolution, read.resolution, 1
     if not read.encoded:
         return max(((*sample.bucket, sample.num_frames) for sample in read.samples), key=math.prod)
     frames = max(sample.num_frames for sample in read.encoded)
@@ -162,27 +162,28 @@ def read_job(
         check_lycoris_layout(info.family, targets, job.output.lora_layout, job.lora.kind)
     else:
         check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
-    latent = _with_sound(job, info, variant, has_data)
-    _refuse_condition(job, info, variant)
+    read = ReadJob(job, info, variant, model, targets)
+    latent = _with_sound(read, has_data)
+    _refuse_condition(read)
     if info.family.native is not None and info.family.native.takes_one and job.train.batch_size > 1:
         helps = "set batch_size 1 (gradient_accumulation_steps does the same)"
         found = f"train.batch_size is {job.train.batch_size}, but {info.family.title} computes one sample at a time"
         raise ValueError(f"{found}; {helps}")
     refuse_text_encoders(job, info)
     if not has_data:
-        return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
+        return replace(read, samples=(make_square(job.data, variant, latent),))
     trained = [folder.path for folder in job.data.folders]
     others = [*filter(None, (*trained, *job.evaluation.folders, job.output.folder, job.cache.folder))]
-    samples, evaluated, encoded = tuple[Sample, ...](), tuple[Sample, ...](), tuple[EncodedSample, ...]()
     if job.data.encoded:
         refuse_condition(variant)
-        encoded = read_encoded_samples(job.data.encoded, make_comfy_reader(info.family, variant, info.config))
+        read = replace(read, encoded=read_encoded_samples(job.data.encoded, read.reader))
     else:
-        samples = tuple(scan_folders(job.data, latent, should_stop, others=others))
-    refuse_batches_with_sound(encoded or samples, job.train.batch_size)
+        read = replace(read, samples=tuple(scan_folders(job.data, latent, should_stop, others=others)))
+    refuse_batches_with_sound(read.training_samples, job.train.batch_size)
     if job.evaluation.folder:
-        evaluated = as_evaluated(scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others))
-    return _of_own_rows(ReadJob(job, info, variant, model, targets, samples, encoded, evaluated))
+        found = scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others)
+        read = replace(read, eval_samples=as_evaluated(found))
+    return _of_own_rows(read)
 
 
 def _of_own_rows(read: ReadJob) -> ReadJob:
@@ -208,15 +209,15 @@ def _of_own_rows(read: ReadJob) -> ReadJob:
     return replace(read, info=replace(read.info, family=replace(family, native=replace(native, derived_rows=rows))))
 
 
-def _with_sound(job: JobConfig, info: CheckpointInfo, variant: Variant, has_data: bool) -> LatentSpec:
+def _with_sound(read: ReadJob, has_data: bool) -> LatentSpec:
     """The model's latents, of clips with sound only if the job names who encodes that.
     Raises: ValueError for sound that the model does not take, or that a plan without data would need."""
-    latent = info.family.latent_of(variant)
+    job, title, latent = read.job, read.family.title, read.family.latent_of(read.variant)
     if latent.audio_rows and not has_data:
-        raise ValueError(f"{info.family.title} is trained on sound of a length of its own; plan it with its dataset")
+        raise ValueError(f"{title} is trained on sound of a length of its own; plan it with its dataset")
     if job.cache.has_sound and not (latent.is_video and latent.sound_rate):
         remedy = "name its VAE with cache.stock_vae" if latent.audio_rows else "remove it"
-        raise ValueError(f"{info.family.title} takes no sound beside clips, as cache.stock_audio_vae makes; {remedy}")
+        raise ValueError(f"{title} takes no sound beside clips, as cache.stock_audio_vae makes; {remedy}")
     if job.cache.has_sound and job.objective.masked_prior:
         raise ValueError("objective.masked_prior weighs pictures, and beside sound nobody has compared it; remove it")
     if latent.is_video and not job.cache.has_sound:
@@ -224,18 +225,70 @@ def _with_sound(job: JobConfig, info: CheckpointInfo, variant: Variant, has_data
     return latent
 
 
-def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) -> None:
+def _refuse_condition(read: ReadJob) -> None:
     """Raises: ValueError for files that this model cannot be conditioned on, or that it or evaluation would lack."""
-    name, family = job.data.condition, info.family
+    job, family, name = read.job, read.family, read.job.data.condition
     if not name:
         return
     assert family.comfy is not None
-    channels = family.latent_of(variant).channels
+    channels = family.latent_of(read.variant).channels
     names_vision = bool(job.cache.stock_vision or job.cache.vision_source)
     reason = way_problem(name, family.transformer_class, channels, family.comfy.beside)
     reason = reason or vision_problem(name, family.comfy.needs, is_named=names_vision)
     if reason := reason or evaluation_problem(name, job.evaluation):
         raise ValueError(reason)
+
+
+def refuse_condition(variant: Variant) -> None:
+    """Raises: ValueError for a variant whose entries hold more than a LATENT does."""
+    if variant.encodes_condition:
+        why = f"{variant.name} is also given the first frame as its own VAE encodes it, and not ComfyUI's"
+        raise ValueError(f"{why}; leave stock_vae unconnected (cache.latent_source), and give clips, no latents")
+
+
+def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
+    """The samples of a list, by their shapes only. Raises: ValueError naming those that do not fit the model."""
+    pairs = load_encoded(path)
+    problems = []
+    for number, pair in enumerate(pairs, start=1):
+        if reason := reader.latents_problem(pair.latents_shapes):
+            problems.append(f"the latents of sample {number}: {reason}")
+        if reason := reader.text_problem(pair.text_shapes):
+            problems.append(f"the text of sample {number}: {reason}")
+    if problems:
+        more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
+        raise ValueError("\n".join(["the encoded dataset does not fit the model:", *problems[:_MOST_PROBLEMS], *more]))
+    return tuple(_encoded_sample(pair, reader) for pair in pairs)
+
+
+def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
+    sides = pair.latents_shapes[SAMPLES][1:]
+    num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
+    flat = (1,) if len(sides) == 1 else ()  # audio without height
+    bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
+    sound = next((shape for name, shape in pair.latents_shapes.items() if name.startswith(MORE_SAMPLES)), ())
+    has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
+    # What tells apart samples that cannot share a batch: options of their CONDITIONING, noise masks, further streams.
+    shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
+    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name not in (SAMPLES, NOISE_MASK)}
+    if NOISE_MASK in pair.latents_shapes:
+        shapes[NOISE_MASK] = []
+    return EncodedSample(
+        pair.latents,
+        (pair.text,),
+        bucket,
+        num_frames,
+        alike=(int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else (),
+        has_sound=bool(sound) or has_voice,
+        sound=sound,
+        has_mask=NOISE_MASK in pair.latents_shapes,
+    )
+
+
+def refuse_batches_with_sound(samples: Sequence[TrainingSample], batch_size: int) -> None:
+    """Raises: ValueError for several samples with sound: LTX-2 gates by the largest noise level of a batch."""
+    if batch_size > 1 and any(sample.has_sound for sample in samples):
+        raise ValueError(ONE_EACH.format("there is sound, whose noise levels are mixed and whose lyrics differ"))
 
 
 def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:

@@ -1,8 +1,6 @@
-"""A job, a machine and what an earlier run decided, made into an ExecutionPlan: where every "auto" but one ends.
-
-Where the cards' memory is known, the planner chooses; elsewhere "auto" is what every machine can do. A resumed run
-keeps its placement: another one would draw dropout elsewhere and sum gradients in another order.
-"""
+"""A job, a machine and what an earlier run decided, made into an ExecutionPlan: where every "auto" but one ends. Where
+the cards' memory is known, the planner chooses; elsewhere "auto" is what every machine can do. A resumed run keeps its
+placement: another one would draw dropout elsewhere and sum gradients in another order."""
 
 from __future__ import annotations
 
@@ -42,19 +40,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job may use.
+    """What a job may use."""
 
-    Args:
-        devices: as the job names them, or all there are; in order. () where the cards are elsewhere, as named.
-        host_share: jobs that share the host's free memory. is_alone: no other process trains the same model.
-        is_planned: whether the planner may look at its cards; not where processes share weights, see ranks.py.
-    """
-
-    devices: tuple[torch.device, ...]
-    named: tuple[Card, ...] = ()
-    host_share: int = 1
-    is_planned: bool = True
-    is_alone: bool = True
+    devices: tuple[torch.device, ...]  # as the job names them, or all there are, in order
+    named: tuple[Card, ...] = ()  # cards that are elsewhere; then there are no devices
+    host_share: int = 1  # jobs that share the host's free memory
+    is_planned: bool = True  # whether the planner may look at its cards; not where processes share weights
+    is_alone: bool = True  # no other process trains the same model
 
     @functools.cached_property
     def cards(self) -> tuple[Card, ...] | None:
@@ -150,8 +142,7 @@ def resolve(
 
 
 def _strategy_of(subject: Subject, job: JobConfig, placement: Placement, chosen: Strategy) -> Strategy:
-    """What is chosen, as far as the model can do it; on a resumed run's placement copies of the model stay copies, and
-    one model stays one."""
+    """What is chosen, as far as the model can do it. A resumed run's copies stay copies, and one model stays one."""
     native = subject.info.family.native
     if native is not None and native.hooks_children and any(job.split.offloaded_blocks):
         raise ValueError(f"split.offloaded_blocks: {native.class_name} never calls its blocks; leave the setting out")
@@ -203,8 +194,7 @@ def _first_of(job: JobConfig, devices: Sequence[torch.device], without: Collecti
 
 
 def other_cards(job: JobConfig, facts: Mapping[str, Any]) -> list[str]:
-    """A line for cards of a saved run that are not here, and one if the job now names copies of the model where the run
-    had none, or the other way round."""
+    """A line for cards of a saved run that are not here, and one if only one of job and run has copies of the model."""
 
     def is_gone(name: str) -> bool:
         try:
@@ -358,10 +348,8 @@ def foresee_scheme(machine: Machine, info: CheckpointInfo) -> ModelScheme:
 
 
 def preview_model(config: ModelConfig, devices: Sequence[str] = (), info: CheckpointInfo | None = None) -> str:
-    """What loading will report of a model on these devices, () for all, and what its file holds in 8 bits already.
-    info: if it was read already.
-    Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
-    works."""
+    """What loading will report of a model, info if it was read already, on these devices, () for all, and what its file
+    holds in 8 bits. Raises: ValueError for no such model, or a device that lacks the scheme, naming one that works."""
     settings, used = config.quantize_settings, find_machine(devices).devices
     if settings and (reason := refusal(settings, used)):
         raise ValueError(reason)

@@ -77,34 +77,24 @@ _IDENTITY = {
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a job ended.
+    """How a job ended."""
 
-    Args:
-        status: "finished", or "stopped" before its last step. step: optimizer steps done.
-        lora_path, lora: the LoRA file, None if the job was stopped before training began; its tensors, on the CPU.
-        losses: training loss of every step, resumed ones included.
-        eval_before, eval_after: evaluation loss before the first and after the last step done, None without a folder.
-        checkpoint: the newest full state, to resume from. resume_hint: how; "" when finished.
-        memory, pace: forecast against measured, a line per card and one of a step; empty where nothing was forecast.
-    """
-
-    status: str
-    step: int = 0
-    lora_path: Path | None = None
-    lora: dict[str, torch.Tensor] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    eval_before: float | None = None
-    eval_after: float | None = None
-    checkpoint: Path | None = None
-    resume_hint: str = ""
-    memory: tuple[str, ...] = ()
-    pace: str = ""
+    status: str  # "finished", or "stopped" before its last step
+    step: int = 0  # optimizer steps done
+    lora_path: Path | None = None  # None if the job was stopped before training began
+    lora: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors of that file, on the CPU
+    losses: list[float] = field(default_factory=list)  # of every step, resumed ones included
+    eval_before: float | None = None  # evaluation loss before the first step, None without a folder
+    eval_after: float | None = None  # after the last step done
+    checkpoint: Path | None = None  # the newest full state, to resume from
+    resume_hint: str = ""  # how to resume; "" when finished
+    memory: tuple[str, ...] = ()  # forecast against measured, a line per card; () where nothing was forecast
+    pace: str = ""  # the same of a step
 
 
 def find_state(job: JobConfig, *, resume: Resume) -> TrainingState | None:
     """The newest whole checkpoint of the job's folder if it is to be resumed, None for a fresh start.
-    Raises: ValueError if none of its checkpoints is whole, or if a fresh start would mix with those of an earlier
-    run."""
+    Raises: ValueError if none of its checkpoints is whole, or a fresh start would mix with those of another run."""
     folder = checkpoint_folder(job)
     sweep_checkpoints(folder)
     if resume:
@@ -286,14 +276,10 @@ def next_run(
     should_stop: Callable[[], bool] = never,
 ) -> NextRun:
     """The run that a job means, among those in its folder and in the numbered ones beside it; no weights are read.
-
-    Args:
-        resume: go on with the newest run that has these settings; the number of steps may differ. "continue" goes on
-            with the newest of all if none has them. None goes on with one that has them all and was stopped, and else
-            starts anew.
+    resume: go on with the newest run that has these settings; the number of steps may differ. "continue" goes on with
+    the newest of all if none has them. None goes on with one that has them all and was stopped, and else starts anew.
     Raises: ValueError for a run with these very settings that was stopped, unless resume is on, or that is under way;
-        Stopped when should_stop() became true while images were looked at.
-    """
+    Stopped when should_stop() became true while images were looked at."""
     earlier, free = _earlier(job)
     if not earlier:
         return NextRun(free, resume or False)

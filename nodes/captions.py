@@ -27,7 +27,7 @@ from .view import JobView
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
     from ..jobs.checked_job import JobPlan
-    from ..jobs.comfy_entries import ComfyEncoders
+    from ..jobs.encode_job import ComfyEncoders
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def find_encoders(
     """ComfyUI's encoders, connected or of files that only ComfyUI reads; and the settings that name the model's own.
     Says which sockets have no effect. Raises: ValueError for one that was not in its loader's file, or that has no
     name, or a file too few."""
-    from ..jobs.comfy_entries import ComfyEncoders
+    from ..jobs.encode_job import ComfyEncoders
     from .host.native.files import load_vae
 
     for socket, loader in _CLASS_OF.items():
@@ -242,7 +242,7 @@ def encode_texts(
     Raises: ValueError where the CLIP is gone; what check and check_job raise."""
     from ..events import EventLog
     from ..jobs import encode_job
-    from ..jobs.comfy_entries import ComfyEncoders
+    from ..jobs.encode_job import ComfyEncoders
     from ..jobs.job import check_job
 
     if job.lora.text_encoder:

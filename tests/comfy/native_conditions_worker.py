@@ -23,8 +23,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.conditions import WAYS
 from devicebridge.families.spec import LatentSpec
-from devicebridge.jobs.comfy_entries import ComfyEncoders
-from devicebridge.jobs.encode_job import cache_job
+from devicebridge.jobs.encode_job import ComfyEncoders, cache_job
 from devicebridge.jobs.job import build_trainer, check_job
 from devicebridge.nodes.host.native.conditions import HostConditioner
 from devicebridge.nodes.host.native.model import _conditions, native_training

@@ -14,8 +14,7 @@ import node_helpers
 import torch
 from devicebridge.config.job import make_job
 from devicebridge.events import EventLog
-from devicebridge.jobs.comfy_entries import ComfyEncoders
-from devicebridge.jobs.encode_job import cache_job
+from devicebridge.jobs.encode_job import ComfyEncoders, cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.nodes.host.native import files
 from devicebridge.nodes.host.native.model import native_training

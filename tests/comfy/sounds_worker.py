@@ -24,7 +24,7 @@ from devicebridge.data.sounds import probe_sound, read_sound
 from devicebridge.data.video import read_frames
 from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
-from devicebridge.jobs.comfy_entries import ComfyEncoders
+from devicebridge.jobs.encode_job import ComfyEncoders
 from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
 from devicebridge.nodes.host.native.files import load_vae
 from devicebridge.nodes.host.native.source import read_native

@@ -18,7 +18,7 @@ from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
-from ....jobs.comfy_entries import ComfyEncoders
+from ....jobs.encode_job import ComfyEncoders
 from ..comfy_encoders import HostClip, HostVae, HostVision
 from ..folders import find_file, list_components
 from .conditions import HostConditioner

@@ -164,10 +164,9 @@ def test_pruning_spares_all_while_a_run_lives_and_takes_it_when_it_has_ended(tmp
 
     run_job(job, on_event=_after_step(2, prune))
     num_entries = sum(map(len, _entries(job).values()))
-    assert (pruned[0].deleted, pruned[0].spared) == (0, num_entries + 1)
-    assert f"and {num_entries + 1} that a run under way may need" in pruned[0].report()
+    assert "\n0 entries deleted" in pruned[0] and f"and {num_entries + 1} that a run under way may need" in pruned[0]
     prune()
-    assert (pruned[1].deleted, pruned[1].spared) == (num_entries + 1, 0)
+    assert f"\n{num_entries + 1} entries deleted" in pruned[1] and "under way" not in pruned[1]
     assert not (CacheStore(job.cache.folder).folder / ".runs").exists()
 
 
@@ -179,7 +178,7 @@ def test_pruning_removes_what_a_killed_run_has_left(tmp_path):
     folder = CacheStore(job.cache.folder).folder / ".runs"  # of a run that was killed
     folder.mkdir()
     (folder / "x.lock").touch()
-    assert prune_caches(plans, CACHE_PARTS)[0].deleted > 0 and not list(folder.iterdir())
+    assert "\n0 entries" not in prune_caches(plans, CACHE_PARTS)[0] and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, OptimizerConfig, job_to_dict, make_job
-from devicebridge.jobs import build
+from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import run_job
 from devicebridge.jobs.resume import next_run
 from devicebridge.tests.emulated import emulated_cards
@@ -150,8 +150,8 @@ def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun):
 @pytest.mark.parametrize("levels", [{"evaluation": {"quantiles": [0.5]}}, {"objective": {"highest_noise": 0.9}}])
 def test_another_optimizer_begins_anew_and_an_average_where_the_weights_stand(begun, monkeypatch, levels):
     settings = {"optimizer": {"name": "adafactor"}, "train": {"ema_decay": 0.9}, **levels}
-    job, made, make = _changed(begun, **settings), [], build.Trainer
-    monkeypatch.setattr(build, "Trainer", lambda **values: made.append(make(**values)) or made[-1])
+    job, made, make = _changed(begun, **settings), [], job_module.Trainer
+    monkeypatch.setattr(job_module, "Trainer", lambda **values: made.append(make(**values)) or made[-1])
     found = run_job(job, resume="continue", should_stop=lambda: len(made) > 0)
     (trainer,) = made
     saved = load_file(_newest(begun) / "adapter.safetensors")

@@ -9,6 +9,7 @@ import pytest
 from devicebridge.config.job import JobConfig, job_keys, make_job
 from devicebridge.data.image import SoundRequest
 from devicebridge.data.samples import Sample
+from devicebridge.families.spec import Variant
 from devicebridge.jobs.checks import _IDLE, _REPEATS, _of_settings, describe_idle, refuse_overlaps, refuse_repeats
 from devicebridge.jobs.job import _resolve_and_check, check_job
 from devicebridge.jobs.read_job import read_job
@@ -159,7 +160,7 @@ def test_what_has_no_effect_is_named_with_the_reason(folder: Path) -> None:
 
 def test_each_thing_that_is_odd_about_a_rate_is_named(folder: Path) -> None:
     given = {"optimizer__name": "prodigy", "optimizer__learning_rate": 1e-4, "optimizer__options": {"lr": 1.0}}
-    ignored, factor = _of_settings(_job(folder, **given), (), is_expert=False)
+    ignored, factor = _of_settings(_job(folder, **given), (), Variant("whole", {}, ()))
     assert ignored.startswith("optimizer.options.lr = 1.0 is ignored") and "is a factor of the rate" in factor
 
 
@@ -168,7 +169,7 @@ def test_a_vae_of_sound_without_any_sound_is_told(folder: Path) -> None:
     sample = Sample("a.mp4", "", None, (2, 2), (0, 0, 2, 2), (2, 2))
     samples = [sample, replace(sample, sound=SoundRequest("a.wav", 0.0, 1.0, 1))]
     for given, is_idle in ((samples[:1], True), (samples, False)):
-        found = list(_of_settings(job, given, is_expert=False))
+        found = list(_of_settings(job, given, Variant("whole", {}, ())))
         assert ["cache.stock_audio_vae" in each for each in found] == [True] * is_idle
 
 

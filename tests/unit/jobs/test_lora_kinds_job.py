@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, differing_keys
-from devicebridge.jobs import build as build_module
+from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import check_job
 from devicebridge.jobs.read_job import read_job
 from devicebridge.jobs.resume import TrainingResult
@@ -187,7 +187,7 @@ def test_pictures_are_drawn_with_the_average_if_asked(tmp_path, use_ema, monkeyp
         def draw(self, step: int, should_stop: Any) -> None:
             drawn.append({name: each.detach().clone() for name, each in self._adapter.parameters().items()})
 
-    monkeypatch.setattr(build_module, "make_sampler", lambda plan, assembled, *others: Pictures(assembled.adapter))
+    monkeypatch.setattr(job_module, "make_sampler", lambda plan, assembled, *others: Pictures(assembled.adapter))
     sections = {"train": {"ema_decay": 0.9, "steps": 2}, "samples": {"use_ema": use_ema}}
     run_on_cards(_job(tmp_path, "run", "wan", split={"devices": ["cpu"]}, **sections))
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")

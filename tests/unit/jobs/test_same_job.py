@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 from devicebridge.config.job import STOCK_FILES, job_keys, job_to_dict, make_job, shared_settings
-from devicebridge.data.samples import Condition, Sample
+from devicebridge.data.samples import Condition, EncodedSample, Sample
 from devicebridge.encoding.store import CacheStore
-from devicebridge.jobs.comfy_entries import EncodedSample
 from devicebridge.jobs.ranks import differing_ranks, order_of
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.batches import CachedSamples

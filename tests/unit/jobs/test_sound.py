@@ -19,7 +19,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes, with_silence
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
-from devicebridge.jobs.comfy_entries import read_encoded_samples, refuse_batches_with_sound, resolution_of
+from devicebridge.jobs.read_job import read_encoded_samples, refuse_batches_with_sound
 from devicebridge.planning import search
 from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, with_sound
 from devicebridge.tests.plans import make_plan_job
@@ -297,7 +297,8 @@ def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):
     path = _save(tmp_path, torch.ones(1, 4, 900), _conditioning())
     reader = _reader(1, rows=1)
     assert load_encoded(path)[0].latents_shapes == {"samples": (4, 900)}
-    assert resolution_of(read_encoded_samples(str(path), reader), reader.latent) == 30
+    info = SimpleNamespace(family=SimpleNamespace(latent_of=lambda variant: reader.latent))
+    assert read_job.ReadJob(None, info, None, None, (), (), read_encoded_samples(path, reader)).resolution == 30
 
 
 @pytest.mark.parametrize(

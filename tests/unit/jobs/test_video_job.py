@@ -13,12 +13,9 @@ from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.vae import load_vae
 from devicebridge.events import EventLog
 from devicebridge.families.wan import WAN
-from devicebridge.jobs.comfy_entries import ComfyEncoders
-from devicebridge.jobs.encode_job import cache_job, cache_store
+from devicebridge.jobs.encode_job import ComfyEncoders, cache_job, cache_store
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.read_job import read_job, subject_of
-from devicebridge.jobs.resolve import Machine, plan_on
-from devicebridge.planning.cards import parse_cards
+from devicebridge.jobs.read_job import subject_of
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job, run_steps, save_tiny_dataset, save_tiny_pipeline
@@ -56,6 +53,9 @@ def test_images_and_clips_train_together_and_a_resumed_run_is_the_same(tmp_path)
     whole = run_job(_make_job(tmp_path, output={"folder": str(tmp_path / "whole")}))
     plan = check_job(_make_job(tmp_path))
     assert sorted(sample.num_frames for sample in plan.samples) == [1, 1, 1, 5, 9, 9, 9]
+    heard = tuple(replace(each, sound=SoundRequest("a.wav", 0.0, 1.0, 40)) for each in plan.samples)
+    read = replace(plan, job=_make_job(tmp_path, samples={"prompts": ["a clip"]}), samples=heard)
+    assert subject_of(read).picture[2] == 9, "as long as clips are, not their sound"
     store = cache_store(plan.job)
     entries = map(store.get, store.keys())
     latents = [entry["latents"] for entry in entries if "latents" in entry]
@@ -120,13 +120,6 @@ def test_the_first_latents_are_given_and_left_out_of_the_loss(tmp_path):
         output = model(noisy, timesteps * 1000, batch.text["prompt_embeds"], return_dict=False)[0]
     error = (output - (noise - latents)).square()[:, :, 1:]
     assert loss == pytest.approx(error.mean().item(), rel=1e-5)
-
-
-def test_sample_clips_are_planned_as_long_as_clips_are_and_not_as_their_sound(tmp_path):
-    read = read_job(_make_job(tmp_path, samples={"prompts": ["a clip"]}))
-    heard = [replace(each, sound=SoundRequest("a.wav", 0.0, 1.0, 40)) for each in read.samples]
-    subject = subject_of(replace(read, samples=tuple(heard)))
-    assert plan_on(read.job, subject, Machine((), tuple(parse_cards("24GB")))).devices
 
 
 def test_single_images_leave_nothing_to_learn_where_the_first_frame_is_given(tmp_path):

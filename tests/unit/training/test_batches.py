@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.data.samples import Batch, BatchOrder, Sample
+from devicebridge.data.samples import Batch, BatchOrder, EncodedSample, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.spec import ComfyInputs
-from devicebridge.jobs.comfy_entries import EncodedSample
 from devicebridge.training.batches import CachedSamples, join_texts
 from devicebridge.training.objective import prediction_loss
 
