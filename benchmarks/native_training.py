@@ -541,7 +541,7 @@ def _loss_of_step(trainer: Trainer) -> float:
 
 def _add_compiled(ways: dict[str, Callable[[], float]], way: str, trainer: Trainer, cleanup: ExitStack) -> None:
     """A way more, with this trainer's blocks compiled; in the others they are not."""
-    handle = apply_compile(trainer.runner.replica_for(0)[0], trainer.family)
+    handle = apply_compile(trainer.runner.replica_for(0)[0], trainer.objective.family)
     cleanup.callback(handle.remove)
     own = ways[way]
     for name, run in list(ways.items()):

@@ -44,7 +44,7 @@ from devicebridge.training.adapter import LoraHandle, apply_lora
 from devicebridge.training.batches import CachedSamples
 from devicebridge.training.compile_check import check_compiled, worst_of
 from devicebridge.training.loop import Trainer
-from devicebridge.training.objective import make_noise_schedule
+from devicebridge.training.objective import Objective, make_noise_schedule
 from devicebridge.training.optimizer import learning_rate_factor
 from peft.tuners.lora import Linear as LoraLinear
 from provenance import say
@@ -369,13 +369,12 @@ def make_trainer(
     runner: Runner | None = None,
 ) -> Trainer:
     """The loop of a job over this model; only train_step and evaluate may be called, for there is nowhere to save."""
+    schedule, dtype = make_noise_schedule(job.objective, built.family, variant), getattr(torch, job.model.dtype)
     return Trainer(
         job=job,
-        family=built.family,
-        variant=variant,
+        objective=Objective(job.objective, built.family, variant, schedule, dtype, built.devices[0].type == "cuda"),
         runner=runner or Runner(built.model, built.split.main_device),
         lora=lora,
-        schedule=make_noise_schedule(job.objective, built.family, variant),
         train_data=train_data,
         eval_data=eval_data,
         order=BatchOrder(train_data.samples, batch_size=job.train.batch_size, seed=job.train.seed, caption_dropout=0.0),

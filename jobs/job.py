@@ -1,7 +1,5 @@
-"""A whole job, from its config to a LoRA file: run_job is the way from top to bottom.
-
-What can be refused is refused before weights are loaded. Text encoders and VAE are gone before the transformer comes.
-"""
+"""A whole job, from its config to a LoRA file: run_job is the way from top to bottom. What can be refused is refused
+before weights are loaded. Text encoders and VAE are gone before the transformer comes."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.compile_check import check_compiled
 from ..training.loop import Trainer, checkpoint_folder
-from ..training.objective import make_noise_schedule
+from ..training.objective import Objective, make_noise_schedule
 from ..training.state import TrainingState, list_checkpoints
 from .checked_job import JobPlan, ReadJob
 from .checks import check_places, check_tools, give_cautions, refuse_overlaps, refuse_repeats, refuse_stills
@@ -80,11 +78,8 @@ def plan_job(
     should_stop: Callable[[], bool] = never,
 ) -> TrainingPlan:
     """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
-
-    Args:
-        info, has_data: see read_job. host_share: jobs that share this machine's free memory.
-    Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
-    """
+    info, has_data: see read_job. host_share: jobs that share this machine's free memory.
+    Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards."""
     if shards_weights(strategy := job.parallel.requested):
         helps = 'plan with "auto", or start the job: what fits is said before the first step'
         raise ValueError(f'parallel.strategy = "{strategy}" is of several processes, and this plan of one; {helps}')
@@ -109,13 +104,9 @@ def check_job(
     should_stop: Callable[[], bool] = never,
     ranks: Ranks = ALONE,
 ) -> JobPlan:
-    """Everything that can be refused before weights are loaded.
-
-    Args:
-        info, host_share, ranks: see run_job.
-        is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
-    Raises: ValueError; Stopped when should_stop() became true while images are looked at.
-    """
+    """Everything that can be refused before weights are loaded. info, host_share, ranks: see run_job. is_to_train:
+    False for filling caches, while other processes may use the cards: nothing is forecast then.
+    Raises: ValueError; Stopped when should_stop() became true while images are looked at."""
     read = read_job(job, info, should_stop=should_stop)
     return _resolve_and_check(read, None, host_share, is_to_train=is_to_train, ranks=ranks)
 
@@ -167,14 +158,10 @@ def run_job(
     ranks: Ranks = ALONE,
 ) -> TrainingResult:
     """Run a job to its end, or until should_stop() is true between two steps, and save its state, also where it breaks.
-
-    Args:
-        info: the job's model, if it was read already, as only ComfyUI can read its own.
-        resume: see go_on. host_share: jobs that share the host's free memory.
-        ranks: the processes that run this job, each calling this; the first one writes, tells and stops for all.
-    Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
-        process runs in its output folder, or for what broke on the way, with what is saved.
-    """
+    info: the job's model, if it was read already, as only ComfyUI can read its own. resume: see go_on. host_share: jobs
+    that share the host's free memory. ranks: the processes that run this job, each calling this; the first one writes,
+    tells and stops for all. Raises: ValueError for a job that cannot be run as written, before weights are loaded;
+    RuntimeError where another process runs in its output folder, or for what broke on the way, with what is saved."""
     folder, given = Path(job.output.folder), job
     requests = Requests(folder)
 
@@ -220,11 +207,7 @@ def used_devices(job: JobConfig, of_blocks: Iterable[torch.device]) -> tuple[str
 
 
 def _train(
-    plan: JobPlan,
-    identity: dict[str, Any],
-    state: TrainingState | None,
-    events: EventLog,
-    ranks: Ranks,
+    plan: JobPlan, identity: dict[str, Any], state: TrainingState | None, events: EventLog, ranks: Ranks
 ) -> TrainingResult:
     """Encode, assemble, train, and write the LoRA file."""
     with cache_store(plan.job).living_run(), ExitStack() as cleanup:
@@ -311,13 +294,12 @@ def build_trainer(
     if ranks.is_launched:
         shares = shards_weights(plan.execution.strategy)
         runner = AcrossRanks(runner, list(lora.parameters().values()), ranks, job.train.seed, in_lockstep=shares)
+    pins = plan.placement.main_device.type == "cuda"
     return Trainer(
         job=job,
-        family=plan.family,
-        variant=plan.variant,
+        objective=Objective(job.objective, plan.family, plan.variant, plan.schedule, plan.execution.dtype, pins),
         runner=runner,
         lora=lora,
-        schedule=plan.schedule,
         train_data=data[0],
         eval_data=data[1],
         order=BatchOrder(
@@ -332,9 +314,8 @@ def build_trainer(
         save_lora=partial(save_lora, plan, lora),
         compiled=compiled,
         is_asked=lambda what: ranks.from_first(lambda: Requests(Path(job.output.folder)).take(what)),
-        samples=_make_sampler(plan, assembled, runner, data[0], events, ranks),
+        samples=make_sampler(plan, assembled, runner, data[0], events, ranks),
         ranks=ranks,
-        dtype=plan.execution.dtype,
     )
 
 
@@ -368,7 +349,7 @@ def _assemble(plan: JobPlan, ranks: Ranks, cleanup: ExitStack) -> Assembled:
     return assembled
 
 
-def _make_sampler(
+def make_sampler(
     plan: JobPlan, assembled: Assembled, runner: Runner, data: CachedSamples, events: EventLog, ranks: Ranks
 ) -> Sampler | None:
     """What draws a job's pictures by the runner's model; None if it has none. data has the states of all prompts."""

@@ -16,14 +16,7 @@ from ..checkpoints.lora_file import DORA, FIRST, LOHA, LOKR, MAGNITUDE, OFT, A, 
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lora import lora_parameters, matches_any, place_lora_with_base, resolve_targets
-from ..patches.lora_linear import (
-    add_magnitudes,
-    apply_fused,
-    apply_oft,
-    changed_weight,
-    fit_loha,
-    oft_block_size,
-)
+from ..patches.lora_linear import add_magnitudes, apply_fused, apply_oft, changed_weight, fit_loha, oft_block_size
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"

@@ -1,6 +1,5 @@
 """Before the first step: whether compiled blocks compute what uncompiled ones do, in outputs and gradients, as far as
-rounding does not explain it. The method, its reasons and figures: docs/decisions/0012-compiled-gradients.md.
-"""
+rounding does not explain it. The method, its reasons and figures: docs/decisions/0012-compiled-gradients.md."""
 
 from __future__ import annotations
 

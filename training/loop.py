@@ -18,7 +18,6 @@ from torch import nn
 from ..config.job import JobConfig, job_to_dict
 from ..data.samples import DROPPED, Batch, BatchOrder
 from ..events import EventLog, first_line
-from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
 from ..parallel.ranks.across import AcrossRanks, fingerprint
 from ..parallel.ranks.group import ALONE, RankLost, Ranks
@@ -28,7 +27,7 @@ from ..patches.compile_blocks import CompiledBlocks
 from ..system.stopping import Request
 from .adapter import LoraHandle
 from .batches import CachedSamples
-from .objective import NoiseSchedule, NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
+from .objective import NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
 from .optimizer import (
     LoraAverage,
     LossScale,
@@ -56,11 +55,9 @@ class Trainer:
     """One run: a model with a LoRA, its data, and where it stands."""
 
     job: JobConfig
-    family: ModelFamily
-    variant: Variant
+    objective: Objective
     runner: Runner  # computes the microbatches, and knows the model and its copies
     lora: LoraHandle
-    schedule: NoiseSchedule
     train_data: CachedSamples
     eval_data: CachedSamples | None  # None evaluates nothing
     order: BatchOrder
@@ -72,7 +69,6 @@ class Trainer:
     is_asked: Callable[[Request], bool] = lambda what: False  # whether somebody outside has, since the last answer
     samples: Any = None  # pictures to draw, of sampling/sampler.py
     ranks: Ranks = ALONE  # the first one writes
-    dtype: torch.dtype | None = None  # of computing; None for the job's. float16 has its loss scaled
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -86,10 +82,8 @@ class Trainer:
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer, self.lora.num_of_text)
         decay = self.job.train.ema_decay
         self._average = LoraAverage(self.lora.parameters(), decay) if decay else None
-        self._dtype, pins = self.dtype or getattr(torch, self.job.model.dtype), self.devices[0].type == "cuda"
+        self._dtype = self.objective.dtype
         self._scale = LossScale() if self._dtype is torch.float16 else None
-        of_job = self.job.objective, self.family, self.variant, self.schedule
-        self._objective = Objective(*of_job, self._dtype, pins)
         self._num_runs = 0  # of the runner
         self._first_run: dict[Any, int] = {}  # in which a shape was computed first
         self._chosen: list[Batch] = []  # of the step in hand
@@ -106,8 +100,20 @@ class Trainer:
         state is saved either way, and where something breaks. preflight: called before the first step through compiled
         blocks. Raises: RuntimeError with what broke and what is saved."""
         self._saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
+        last, every = self.job.train.steps, self.job.output.save_every_steps
         try:
-            self._advance(should_stop, preflight)
+            if self.compiled and self.step < last and not should_stop():
+                preflight(self)
+            if not should_stop():
+                self._evaluate_if_due(is_end=self.step >= last)
+            self._draw_if_due(should_stop, is_start=True)
+            while self.step < last and not should_stop():
+                with self.ranks.doing():
+                    self._timed_step()
+                self._evaluate_if_due(is_end=self.step == last)
+                if self.is_asked("save") or (every and self.step % every == 0) or self.step == last:
+                    self._save_on_all_ranks()
+                self._draw_if_due(should_stop)
             if self._saved_at != self.step:
                 self._save_on_all_ranks()
         except Exception as error:
@@ -116,23 +122,7 @@ class Trainer:
                 _log.warning("%s", kept)
                 raise
             raise (RankLost if isinstance(error, RankLost) else RuntimeError)(f"{error}\n{kept}") from error
-        return self.step >= self.job.train.steps
-
-    def _advance(self, should_stop: Callable[[], bool], preflight: Callable[[Trainer], object]) -> None:
-        last = self.job.train.steps
-        if self.compiled and self.step < last and not should_stop():
-            preflight(self)
-        if not should_stop():
-            self._evaluate_if_due(is_end=self.step >= last)
-        self._draw_if_due(should_stop, is_start=True)
-        while self.step < last and not should_stop():
-            with self.ranks.doing():
-                self._timed_step()
-            self._evaluate_if_due(is_end=self.step == last)
-            every = self.job.output.save_every_steps
-            if self.is_asked("save") or (every and self.step % every == 0) or self.step == last:
-                self._save_on_all_ranks()
-            self._draw_if_due(should_stop)
+        return self.step >= last
 
     def _save_on_all_ranks(self) -> None:
         """Save, if every rank would save the same. Raises: RuntimeError, without saving, if they would not."""
@@ -286,10 +276,10 @@ class Trainer:
             batch = self.train_data.load(chosen.indices, chosen.captions)
             generator = make_generator(self.job.train.seed, "train", step, index)
             quantiles = draw_quantiles(len(chosen.indices), generator)
-            return self._objective.weighted(self._objective.noisy(batch, quantiles, generator))
+            return self.objective.weighted(self.objective.noisy(batch, quantiles, generator))
 
         def forward(batch: NoisyBatch) -> torch.Tensor:
-            loss = self._objective.loss(batch, model, device) / count
+            loss = self.objective.loss(batch, model, device) / count
             if self._scale is not None:
                 loss.register_hook(self._scale.scaled)
             return loss
@@ -320,8 +310,8 @@ class Trainer:
             batch, losses = data.load([index], [0]), []
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
-                noisy = self._objective.noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._objective.loss(replace(noisy, outside=None), model, device).item())
+                noisy = self.objective.noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
+                losses.append(self.objective.loss(replace(noisy, outside=None), model, device).item())
             return losses
 
         model.eval()
@@ -392,9 +382,8 @@ class Trainer:
         return path
 
     def restore(self, state: TrainingState) -> None:
-        """Stand where the saved run stood, bit for bit, but for settings that were changed since; without such the LoRA
-        file beside it, which a kill may have prevented, is written. Raises: ValueError naming the file of another run.
-        """
+        """Stand where the saved run stood, bit for bit, but for settings that were changed since. Without such, a LoRA
+        file that a kill has prevented is written. Raises: ValueError naming the file of another run."""
 
         def load_adapter() -> None:
             trained, average = split_average(state.adapter)

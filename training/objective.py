@@ -109,9 +109,8 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
 
 
 def snr_weights(settings: ObjectiveConfig, kind: str, sigmas: torch.Tensor) -> torch.Tensor | None:
-    """Factor of each sample's loss by snr = 1 / sigma^2; None where all count alike. [B] -> [B] For eps
-    min(snr, gamma) / snr (arXiv 2303.09556) or 1 / sqrt(snr) (arXiv 2310.08442); an error of v is (snr + 1) / snr times
-    that of eps."""
+    """Factor of each sample's loss by snr = 1 / sigma^2; None where all count alike. [B] -> [B] For eps min(snr, gamma)
+    / snr (arXiv 2303.09556) or 1 / sqrt(snr) (arXiv 2310.08442); an error of v is (snr + 1) / snr times one of eps."""
     if not settings.loss_weighting:
         return None
     snr = sigmas.double().pow(-2)

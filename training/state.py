@@ -183,7 +183,13 @@ def load_checkpoint(path: Path) -> TrainingState:
         raise DamagedCheckpoint(f"{file} is of step {facts.get('step')!r}, and its folder says {path.name}")
     if version > 1 and digests.keys() != set(STATE_FILES):
         raise DamagedCheckpoint(f"{file} has no digests of {', '.join(STATE_FILES)}")
-    adapter, optimizer, random = (_read_tensors(path / name, digests.get(name)) for name in STATE_FILES)
+    tensors = []
+    for name in STATE_FILES:
+        with _as_damage(path / name):
+            if name in digests and hashlib.sha256(_read_bytes(path / name)).hexdigest() != digests[name]:
+                raise ValueError(f"{path / name} is damaged: it is not what its digest in {_STATE} says")
+            tensors.append(load_tensors(path / name, "it is damaged"))
+    adapter, optimizer, random = tensors
     for name, tensor in adapter.items():
         if not torch.isfinite(tensor).all():
             raise DamagedCheckpoint(f"{path / STATE_FILES[0]}: {name} is not finite")
@@ -225,10 +231,3 @@ def _read_bytes(file: Path) -> bytes:
         return read_ordinary(file, _MOST_BYTES, "the file that was written")
     except ValueError as error:
         raise ValueError(f"{file} is damaged: it {error}") from error
-
-
-def _read_tensors(file: Path, digest: str | None) -> dict[str, torch.Tensor]:
-    with _as_damage(file):
-        if digest is not None and hashlib.sha256(_read_bytes(file)).hexdigest() != digest:
-            raise ValueError(f"{file} is damaged: it is not what its digest in {_STATE} says")
-        return load_tensors(file, "it is damaged")

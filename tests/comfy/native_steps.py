@@ -567,7 +567,7 @@ def compiled(bench: Bench) -> Figures:
 def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
     wanted = sections.get("parallel", {}).get("strategy", "none")
     names = {"none": "Runner", "pipeline": "Pipeline", "data": "DataParallel", "tokens": "TokenTraining"}
-    reason = why_no_stages(trainer.family.native, trainer.runner.replica_for(0)[0])
+    reason = why_no_stages(trainer.objective.family.native, trainer.runner.replica_for(0)[0])
     assert type(trainer.runner).__name__ == names[wanted], reason or f"{type(trainer.runner).__name__} trained it"
     if "devices" in sections.get("split", {}):
         devices = {parameter.device for parameter in trainer.lora.parameters().values()}
