@@ -757,8 +757,7 @@ def known_ways(one: Any, shape: Shape) -> tuple[Any, int]:
     patch: Any = one.model.diffusion_model.patch_size
     patches = [1] * (len(size) - 3) + [patch] * 2 if isinstance(patch, int) else patch
     tokens = math.prod(math.ceil(dim / each) for dim, each in zip(size[1:], patches, strict=True))
-    plans = plans_of(one)
-    return compare_ways(one.model.diffusion_model, plans["blocks"], plans["tensor"], tokens, plans["tokens"]), tokens
+    return compare_ways(one.model.diffusion_model, plans_of(one), tokens), tokens
 
 
 def forecasts(one: Any, shape: Shape) -> dict[str, Any]:

@@ -18,10 +18,8 @@ _log = logging.getLogger(__name__)
 
 _ALLOCATIONS, _CAPTURES = "disable_comfy_compiler", "disable_cuda_graphs"  # of comfy.cli_args.args
 # What errors of the one and the other say; comfy_aimdo.malloc_graph 0.5.0 to 0.6.0, CUDA and torch.
-_ERRORS = {
-    "aimdo memory compile error": _ALLOCATIONS,
-    **dict.fromkeys(("stream is capturing", "during capture", "while capturing"), _CAPTURES),
-}
+_ERRORS = {"aimdo memory compile error": _ALLOCATIONS}
+_ERRORS |= dict.fromkeys(("stream is capturing", "during capture", "while capturing"), _CAPTURES)
 _SPLIT = "this model on several cards"
 _LOCK = threading.RLock()  # Python's collector may have a patcher detach, and so leave, at any place
 _inside: list[dict[str, bool]] = []  # switches as whoever is inside found them

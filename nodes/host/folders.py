@@ -161,9 +161,6 @@ def output_entry(path: Path) -> dict[str, str] | None:
     return {"filename": inner.name, "subfolder": inner.parent.as_posix().removeprefix("."), "type": "output"}
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
 def list_models() -> list[str]:
     """Names of files in models/diffusion_models and models/checkpoints, then of folders in models/diffusers."""
     names = [name for kind in _OF_MODELS for name in sorted(folder_paths.get_filename_list(kind))]
@@ -200,10 +197,8 @@ def find_file(what: str, name: str, kinds: Iterable[str], others: Mapping[str, s
         return Path(found)
     there = sorted({*others, *(each for kind in kinds for each in folder_paths.get_filename_list(kind))})
     places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
-    raise ValueError(
-        f"{what} names {name!r}, which is not in ComfyUI's folders ({places}); found there: "
-        f"{first(there, _MOST_NAMED) or 'nothing'}{helps}"
-    )
+    found = f"found there: {first(there, _MOST_NAMED) or 'nothing'}"
+    raise ValueError(f"{what} names {name!r}, which is not in ComfyUI's folders ({places}); {found}{helps}")
 
 
 def _diffusers_folders() -> dict[str, str]:
@@ -274,10 +269,8 @@ def refuse_uploads_to(place: Path) -> None:
 
 
 def _refuse(what: str, path: Path) -> NoReturn:
-    raise ValueError(
-        f"{what} is not in a folder that nodes read from. Move it into one of ComfyUI's (input, output, models, temp, "
-        f"user), or {_allow(path)}"
-    )
+    own = "Move it into one of ComfyUI's (input, output, models, temp, user)"
+    raise ValueError(f"{what} is not in a folder that nodes read from. {own}, or {_allow(path)}")
 
 
 def _allow(path: Path) -> str:
@@ -356,9 +349,6 @@ def _allowed(what: str) -> list[str]:
 def _is_below(path: Path, folders: Iterable[str]) -> bool:
     real = os.path.normcase(os.path.realpath(path))
     return any(Path(real).is_relative_to(os.path.normcase(folder)) for folder in folders)
-
-
-# --- names -----------------------------------------------------------------------------------------------------------
 
 
 def _expanded(name: str, what: str) -> Path:

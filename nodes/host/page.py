@@ -101,9 +101,6 @@ def refuse_cards_of_others(job: JobConfig) -> None:
         raise RuntimeError(why)
 
 
-# ---- requests
-
-
 def _to_response(answer: Answer) -> web.StreamResponse:
     from aiohttp import web
 
@@ -118,9 +115,6 @@ def _to_response(answer: Answer) -> web.StreamResponse:
         name = "".join(each if each.isalnum() or each in "-_." else "_" for each in answer.file.name)
         headers["Content-Disposition"] = f'attachment; filename="{name.encode("ascii", "replace").decode()}"'
     return web.FileResponse(answer.file, headers=headers)
-
-
-# ---- news
 
 
 async def _note_listener(request: web.Request, response: web.StreamResponse) -> None:
@@ -152,9 +146,6 @@ def _tell(news: News) -> None:
         except Exception:
             _log.exception("the page is not told what is new")
             pause.wait(30 * _EVERY_S)
-
-
-# ---- ComfyUI's cards and folders
 
 
 def _names() -> set[str]:

@@ -26,6 +26,7 @@ from .conditions import HostConditioner
 # What code raises that takes a file's tensors for granted.
 _OF_DAMAGE: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError, NameError)
 _OF_DAMAGE += (ArithmeticError, AssertionError, RuntimeError)
+AGAIN = "download it again, and join it if it is one of several files"
 _WITH_HEADER = (".safetensors", ".sft", ".gguf")  # other files have pickled tensors
 _VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of its VAE begin with
 
@@ -97,10 +98,7 @@ def ask_comfyui(path: Path | str, what: str, call: Callable[[], Any]) -> Any:
     except _OF_DAMAGE as error:
         fault = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         missing = f"it lacks {error.args[0]}" if isinstance(error, KeyError) and error.args else fault
-        raise ValueError(
-            f"ComfyUI cannot {what} {path} ({missing}), which is incomplete or damaged: download it again, and join it "
-            "if it is one of several files"
-        ) from error
+        raise ValueError(f"ComfyUI cannot {what} {path} ({missing}). It is incomplete or damaged: {AGAIN}") from error
 
 
 def load_encoders(job: JobConfig) -> ComfyEncoders:
@@ -198,9 +196,6 @@ def _there(value: Any, what: str, path: str) -> Any:
     if value is None:
         raise ValueError(f"ComfyUI finds no {what} in {path}")
     return value
-
-
-# ---- by the names that ComfyUI's own templates give them
 
 
 class KnownFiles(NamedTuple):

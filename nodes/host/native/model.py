@@ -69,9 +69,8 @@ class ComfyModel:
             absent = (leaf for leaf in module._buffers if (f"{prefix}.{leaf}" if prefix else leaf) not in names)
             module._non_persistent_buffers_set.update(absent)
         held = itertools.chain(model.named_parameters(), model.named_buffers())
-        model._keep_in_fp32_modules = [  # type: ignore[assignment]
-            name for name, each in held if each.dtype is torch.float32
-        ]
+        in_float32: Any = [name for name, each in held if each.dtype is torch.float32]
+        model._keep_in_fp32_modules = in_float32
         for each in model.buffers():  # PixArt makes one as a Parameter, and what is moved to meta then has a history
             each.requires_grad_(False)
         for module in (*_called(model, self._row), *map(model.get_submodule, self._row.in_place)):
@@ -168,9 +167,7 @@ class ComfyModel:
     def euler_steps(self, steps: int) -> ComfySteps:
         return ComfySteps(self.sampling, self._scheduler, steps)
 
-    def decode(
-        self, path: Path, drawn: Sequence[torch.Tensor], place_for: Callable[[int], torch.device]
-    ) -> Iterator[torch.Tensor]:
+    def decode(self, path: Path, drawn: Sequence[Tensor], place_for: Callable[[int], torch.device]) -> Iterator[Tensor]:
         return decoded(path, drawn, place_for, self._form, has_sequence=self._dims == 3)
 
     def read_lora(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Tensor]]:
@@ -278,18 +275,13 @@ def _check_known(model: nn.Module, row: NativeModel, args: tuple[Any, ...], kwar
     shown = ShownInputs(Innermost(model).arguments(args, kwargs))
     rows = row.derived_rows.get(shown.signature)
     if parallel is not None and rows != parallel.plan:
-        raise RowsError(
-            f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as one "
-            "sample without references. Start a run again whose captions were not encoded when it was planned; else "
-            'set parallel.strategy to "auto", or train.batch_size to 1',
-            rows,
-        )
+        found = f"where the tokens of {row.class_name} are was proved for other inputs than this sample has"
+        again = "Start a run again whose captions were not encoded when it was planned"
+        raise RowsError(f'{found}. {again}; else set parallel.strategy to "auto", or train.batch_size to 1', rows)
     if row.trained_inputs and shown.kind not in row.trained_inputs:
-        raise ValueError(
-            f"the gradients of {row.class_name}, which nobody has described, were proved for other inputs than this "
-            "sample has: `devicebridge examine` shows one sample with a text, pooled or masked, and no reference; set "
-            "train.batch_size to 1, and leave out what else the conditioning has"
-        )
+        known = "`devicebridge examine` shows one sample with a text, pooled or masked, and no reference"
+        instead = "set train.batch_size to 1, and leave out what else the conditioning has"
+        raise ValueError(f"gradients of {row.class_name} were proved for other inputs than this: {known}; {instead}")
 
 
 def _joined(parts: Any) -> Any:
@@ -407,9 +399,6 @@ def plain_operations() -> Any:
     there = {name: getattr(known, name) for name in names if hasattr(known, name)}
     layers = {name: type(name, (layer,), {"forward": getattr(nn, name).forward}) for name, layer in there.items()}
     return type("PlainOperations", (known,), {**layers, "Linear": nn.Linear})
-
-
-# ---- what has to hold in ComfyUI while one of its models trains
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ....families.registry import COMFYUI
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from ..comfy_encoders import AS_LOADED, attached_to
 from .drawing import FLOWS, time_at
-from .files import ask_comfyui, given_to_loader
+from .files import AGAIN, ask_comfyui, given_to_loader
 from .model import ComfyModel, build, channels_of, kind_of, silence_of
 
 _log = logging.getLogger(__name__)
@@ -64,10 +64,8 @@ def path_of_model(model: Any) -> Path:
         raise ValueError(f"{what}; {AS_LOADED}")
     given = given_to_loader(model, "load_diffusion_model", "load_checkpoint_guess_config")
     if given is None:
-        raise ValueError(
-            "this MODEL does not come from Load Diffusion Model or Load Checkpoint; choose its file, also a GGUF, in "
-            "Load Model for Training Across GPUs"
-        )
+        instead = "choose its file, also a GGUF, in Load Model for Training Across GPUs"
+        raise ValueError(f"this MODEL does not come from Load Diffusion Model or Load Checkpoint; {instead}")
     return Path(given[0])
 
 
@@ -110,10 +108,8 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
     own = needed | {name: each for name, each in buffers.items() if name in kept}  # others are computed
     if found := differences({name: tuple(each.shape) for name, each in own.items()}, kept):
-        raise ValueError(
-            f"{path} is no whole {row.class_name}, which has {len(own)} tensors: {described(found)}; download it "
-            "again, and join it if it is one of several files"
-        )
+        whole = f"no whole {row.class_name}, which has {len(own)} tensors"
+        raise ValueError(f"{path} is {whole}: {described(found)}; {AGAIN}")
     if left := sorted(tensors.keys() - kept.keys()):
         _log.warning("%s: %d tensors have no place in this %s: %s", path, len(left), row.class_name, first(left))
     family, variant = _family_of(path, base, row, ComfyModel(config, names, prefix, row))
@@ -156,10 +152,8 @@ def _why_not(base: Any, row: NativeModel) -> str:
     if row.refusal or row.untrained:
         return row.refusal or row.untrained
     if row.is_derived and not row.trained_inputs:
-        return (
-            "nobody has described it, and nobody has compared its gradients; `devicebridge examine` with its file does "
-            "that, and what is proved is trained"
-        )
+        said = "nobody has described it, and nobody has compared its gradients"
+        return f"{said}; `devicebridge examine` with its file does that, and what is proved is trained"
     if row.per_device or row.remembers and not row.forgets_if_patched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
     if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV") and not silence_of(base.latent_format):
@@ -170,18 +164,15 @@ def _why_not(base: Any, row: NativeModel) -> str:
         # Classes that make channels in extra_conds, not in concat_cond, take an empty picture where none is given.
         known = base.latent_format.latent_channels + _beside(base)
         if others := int(base.diffusion_model.in_channels) - known:
-            return (
-                f"{type(base).__name__} is given {others} channels of another picture beside the noise, which no "
-                "dataset here holds; for clips from a first frame train Wan I2V, else one that draws from text alone"
-            )
+            given = f"{others} channels of another picture beside the noise, which no dataset here holds"
+            instead = "for clips from a first frame train Wan I2V, else one that draws from text alone"
+            return f"{type(base).__name__} is given {given}; {instead}"
     if type(base).__name__ == "StableCascade_B":
         return "stage B draws from what stage C has made, and no dataset here holds that; train stage C"
     if base.model_config.unet_config.get("meanflow") and type(base).__name__ not in _NO_NEXT_LEVEL:
         # HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level.
-        return (
-            "it is distilled to jump to the sampler's next noise level (time_r_in), and training has none; train the "
-            "model that it was distilled from, whose LoRA loads on this one, too"
-        )
+        said = "it is distilled to jump to the sampler's next noise level (time_r_in), and training has none"
+        return f"{said}; train the model that it was distilled from, whose LoRA loads on this one, too"
     return ""
 
 
@@ -304,9 +295,7 @@ def _sampling(base: Any, variant: spec.Variant) -> spec.SamplingSpec:
 # What a model is given beside the noise, as its CONDITIONING calls it, where concat_cond does not tell. HunyuanVideo
 # 1.5 makes videos of text with the weights that take an image; HuMo fills the channels itself, and SCAIL can.
 _NEEDS = {
-    "HunyuanVideo15": (),
-    "WAN21_SCAIL": (),
-    "WAN21_SCAIL2": (),
+    **dict.fromkeys(("HunyuanVideo15", "WAN21_SCAIL", "WAN21_SCAIL2"), ()),
     "WAN21_HuMo": ("audio_embed", "reference_latents"),
     "WAN21_Vace": ("vace_frames",),
     "WAN21_Camera": ("concat_latent_image", "camera_conditions"),
@@ -419,9 +408,6 @@ def _cut(
         else:
             runs.append((row, row + 1))
     return record.cut(*runs[0]) if len(runs) == 1 else replace(record, shape=shape, pieces=tuple(runs))
-
-
-# ---- the two experts of Wan 2.2 A14B
 
 
 def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:

@@ -38,10 +38,8 @@ def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) 
     """Raises: ValueError for a stock CLIP of another class than is wanted; if it is not trained, only for PARTS."""
     found = type(clip.stock.cond_stage_model).__name__
     if found != wanted and (is_trained or found in PARTS):
-        raise ValueError(
-            f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}; name the files of "
-            f"{' and '.join(PARTS[wanted])} there, and their kind with stock_clip_type"
-        )
+        files = f"name the files of {' and '.join(PARTS[wanted])} there, and their kind with stock_clip_type"
+        raise ValueError(f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}; {files}")
 
 
 def attach_text_encoders(

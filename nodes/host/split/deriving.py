@@ -43,6 +43,7 @@ from .model_copy import RUNTIME_STATE
 from .shown_inputs import FUNCTIONS, OPTIONS, ShownInputs
 
 _log = logging.getLogger(__name__)
+ByRows = Callable[[TokenPlan, Mapping[str, Any]], Any]  # a forward by a plan, of these arguments
 _UNITS = (2, 4, 8, 16)  # cells that a class may want whole
 _NEAR_KEYS = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest value
 _NEAR_KEYS_IN_HALF = 0.05
@@ -284,12 +285,8 @@ def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
     rows = rows_of(model)
     if row.is_derived and (trained := rows.trained.read()):
         proved = {kind: each for kind, each in trained.items() if not each.refused}
-        row = replace(
-            row,
-            takes_one=True,
-            trained_inputs=tuple(proved),
-            untrained=row.untrained or ("" if proved else next(iter(trained.values())).refused),
-        )
+        untrained = row.untrained or ("" if proved else next(iter(trained.values())).refused)
+        row = replace(row, takes_one=True, trained_inputs=tuple(proved), untrained=untrained)
         blocks = set(proved.values())
         if len(blocks) == 1 and (of_all := blocks.pop()).tail:  # what a pipeline needs
             row = replace(row, block_lists=of_all.lists, tail=of_all.tail, transport="stream")
@@ -300,10 +297,11 @@ def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
 
 
 class Deriving:
-    """The rows of a class by kind of inputs, derived and proved at the first forward with such inputs, and kept."""
+    """The rows of a class by kind of inputs, derived and proved at the first forward with such inputs, and kept.
+    tolerance: of later forwards, of a standard deviation; 0 takes what the type allows."""
 
-    def __init__(self, rows: DerivedRows, name: str) -> None:
-        self._rows, self._name = rows, name
+    def __init__(self, rows: DerivedRows, name: str, tolerance: float) -> None:
+        self._rows, self._name, self._tolerance = rows, name, tolerance
         self._proved: dict[str, TokenPlan] = {}
         self._compared: set[tuple[str, str]] = set()  # kinds and sizes of inputs
         self._refused = {kind: each.refused for kind, each in rows.verdicts().items() if each.row is None}
@@ -313,18 +311,10 @@ class Deriving:
         self._proved.clear()
         self._compared.clear()
 
-    def compute(
-        self,
-        given: Mapping[str, Any],
-        own: Callable[..., Any],
-        cards: Callable[[], Cards],
-        by_rows: Callable[[TokenPlan, Mapping[str, Any]], Any],
-        tolerance: float,
-    ) -> Any:
+    def compute(self, given: Mapping[str, Any], own: Callable[..., Any], cards: Callable[[], Cards], by: ByRows) -> Any:
         """A forward by derived rows; the first one of its size in each third of a run is one card's, which is compared.
-        own: the main card's forward. by_rows: what the main card has of a forward by a plan. cards: that derive rows;
-        none of this split are attached then. tolerance: of a standard deviation; 0 takes what the type allows.
-        Raises: RowsError for rows that are not proved, or are no longer."""
+        own: the main card's. by: what it has of a forward by a plan. cards: that derive rows; none of this split are
+        attached then. Raises: RowsError."""
         inputs = ShownInputs(given)
         kind, size = inputs.signature, (inputs.signature, inputs.size)
         if kind in self._refused:
@@ -339,15 +329,15 @@ class Deriving:
             self._rows.keep(kind, Verdict(plan))
             _log.info("split: derived and proved: %s", written(plan))
         if size in self._compared:
-            return by_rows(self._proved[kind], given)
+            return by(self._proved[kind], given)
         try:
-            found = by_rows(self._proved[kind], copied(given))
+            found = by(self._proved[kind], copied(given))
         except (management.InterruptProcessingException, torch.OutOfMemoryError, RowsError):
             raise
         except Exception as error:  # of rows that nobody wrote, anything may come
             raise self._refusal(first_line(error)) from error
         expected = own(**copied(given))
-        if (far := apart(found, expected, tolerance)) > 1:
+        if (far := apart(found, expected, self._tolerance)) > 1:
             why = f"a step of this size differs from one card's {far:.3g} times as much as rounding may"
             self._refused[kind] = why = f"{why} ({self._rows.path} keeps that)"
             self._rows.keep(kind, Verdict(None, why))

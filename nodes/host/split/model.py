@@ -125,10 +125,8 @@ def _check_splittable(model: Any) -> None:
     compiled = ["the model" for _ in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile")]
     compiled += [key for key, value in model.object_patches.items() if is_compiled(value)]
     if compiled:
-        raise ValueError(
-            f"torch.compile was applied to {compiled[0]} before the split, and what it compiled cannot span several "
-            "cards; take it out, or compile single blocks with a node behind the split"
-        )
+        found = f"torch.compile was applied to {compiled[0]} before the split, and cannot span several cards"
+        raise ValueError(f"{found}; take it out, or compile single blocks with a node behind the split")
 
 
 def _origin_of(model: Any) -> Origin:
@@ -169,7 +167,7 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
         if len(plans) == 1:
             raise ValueError("; ".join(refusals))
         num_tokens = usual_tokens(blocks.layout)
-        ways = compare_ways(root, blocks, plans.get("tensor"), num_tokens, plans.get("tokens"))  # type: ignore[arg-type]
+        ways = compare_ways(root, plans, num_tokens)
     except (ValueError, RuntimeError) as error:
         _log.info("split: way auto takes blocks: %s", first_line(error))
         return blocks
@@ -209,14 +207,9 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     return dataclasses.replace(plan, may_run_alone=True)
 
 
-def compare_ways(
-    diffusion_model: nn.Module,
-    blocks: BlockPlan,
-    tensor: DividedPlan | None,
-    num_tokens: int,
-    tokens: TokensPlan | None = None,
-) -> Ways:
+def compare_ways(diffusion_model: nn.Module, plans: Mapping[WayName, Any], num_tokens: int) -> Ways:
     """What this machine's cards and links, as measured, make of each possible way for so many picture tokens."""
+    blocks, tensor, tokens = plans["blocks"], plans.get("tensor"), plans.get("tokens")
     devices, placed, main = (tensor or tokens or blocks).devices, blocks.placement, blocks.main_device
     divided: Mapping[str, Any] = tensor.divided if tensor else dict.fromkeys(blocks.blocks)
     heads = [shares.heads for _, shares in tensor.divided.values()] if tensor else []

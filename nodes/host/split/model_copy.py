@@ -53,10 +53,8 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
         try:
             state = copy.deepcopy(state, memo)
         except (TypeError, RuntimeError, NotImplementedError, AttributeError, copy.Error) as error:
-            raise RuntimeError(
-                f"{name} ({type(module).__name__}) of this MODEL holds something that cannot be copied ({error}). "
-                "Load the file with 'Load Diffusion Model Across GPUs' instead"
-            ) from error
+            what = f"{name} ({type(module).__name__}) of this MODEL holds something that cannot be copied ({error})"
+            raise RuntimeError(f"{what}. Load the file with 'Load Diffusion Model Across GPUs' instead") from error
         copies[id(module)].__dict__.update(state)
     if "current_patcher" in model.__dict__:
         copies[id(model)].__dict__["current_patcher"] = None
@@ -88,10 +86,8 @@ def check_independent(value: Any, held: Collection[int], what: str) -> None:
     for part in reachable(value):
         for module in part.modules() if isinstance(part, nn.Module) else ():
             if id(module) in held:
-                raise ValueError(
-                    f"{what} was applied to the MODEL before it was split and holds on to it ({type(module).__name__} "
-                    "layer). Put the split directly after the loader and that node after it"
-                )
+                found = f"applied to the MODEL before it was split and holds on to it ({type(module).__name__} layer)"
+                raise ValueError(f"{what} was {found}. Put the split directly after the loader and that node after it")
 
 
 def reachable(value: Any) -> Iterator[Any]:

@@ -106,11 +106,8 @@ class _CardPatcher(_Patcher):
     def _without_other_objects(self, extra_memory: float) -> float:
         """Take the weights off the card if layers are patched in that it was not loaded with: ComfyUI believes that all
         is loaded, and would leave these in host memory. Returns the bytes that may be loaded then."""
-        layers = {
-            key: id(value)
-            for key, value in self.object_patches.items()
-            if isinstance(value, nn.Module) and any(True for _ in value.parameters()) and not is_compiled(value)
-        }
+        modules = {key: each for key, each in self.object_patches.items() if isinstance(each, nn.Module)}
+        layers = {key: id(each) for key, each in modules.items() if [*each.parameters()] and not is_compiled(each)}
         loaded = self._tree.loaded_layers
         if loaded.get(self.load_device, {}) != layers and self.model.model_loaded_weight_memory > 0:
             extra_memory += self.model.model_loaded_weight_memory

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import comfy.model_management as management
 import torch
@@ -103,15 +103,14 @@ def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], inst
 class SplitPlan:
     """What was decided about a split, for any tree of the same architecture. A way is a kind of it."""
 
+    executor: ClassVar[Any]  # the class that runs its forwards, made of a tree and the plan
+    part: ClassVar[str] = ""  # what each device computes of a block
     blocks: tuple[str, ...]  # fqns inside the diffusion model, in execution order
     devices: tuple[torch.device, ...]  # that are used, the main device first
     layout: NativeModel  # for a class nobody described a row made from its block lists
     request: SplitRequest  # in place of an allocation it has limits
     transport: Transport = "stream"
     overlap: bool = False
-
-    def make_executor(self, tree: Any) -> Any:
-        raise NotImplementedError
 
     @property
     def main_device(self) -> torch.device:
@@ -133,9 +132,9 @@ class SplitPlan:
         return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
-        raise NotImplementedError
+        return f"each computed by {', '.join(map(str, self.devices))}, {self.part}{self.describe_exchange()}"
 
-    def _describe_exchange(self, what: str = "what travels is rounded, so pictures differ slightly") -> str:
+    def describe_exchange(self, what: str = "what travels is rounded, so pictures differ slightly") -> str:
         return "" if self.request.exchange == "full" else f"; exchange 8-bit: {what}"
 
 

@@ -34,10 +34,9 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
             for cell in wrapper.__closure__ or ():
                 compiled += list(cell.cell_contents) if isinstance(cell.cell_contents, dict) else []
         if ROOT in compiled:
-            raise ValueError(
-                "torch.compile of the whole model (ComfyUI's TorchCompileModel) cannot span several cards; take it "
-                f"out, or use a node behind the split that compiles single blocks, such as {ROOT}.{tree.plan.blocks[0]}"
-            )
+            found = "torch.compile of the whole model (ComfyUI's TorchCompileModel) cannot span several cards"
+            single = f"compiles single blocks, such as {ROOT}.{tree.plan.blocks[0]}"
+            raise ValueError(f"{found}; take it out, or use a node behind the split that {single}")
         _forecast(model, tree, noise_shape, conds)
         tree.executor.looks_first = True
         tree.is_to_verify = tree.plan.request.verify
@@ -97,9 +96,8 @@ def run_overlapped(
                 raise
             raise RuntimeError(
                 f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
-                f"{_names(tree, options)}. What is attached inside a block needs its tensors where that block is: have "
-                "its blocks on the first device by split_at, or take the node out, as one that moves weights, and load "
-                "the MODEL anew"
+                f"{_names(tree, options)}. What is attached inside a block needs its tensors where that block is: put "
+                "its blocks on the first device by split_at, or take the node out and load the MODEL anew"
             ) from error
 
 

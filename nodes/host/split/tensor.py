@@ -33,34 +33,6 @@ from .tree import Executor, SplitTree
 _DIVISIBLE_LAYOUTS = tuple(f"TensorCoreFP8{kind}Layout" for kind in ("", "E4M3", "E5M2")) + ("TensorWiseINT8Layout",)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DividedPlan(SplitPlan):
-    """Args: divided: name of a block -> how it is divided, and each device's share."""
-
-    divided: Mapping[str, tuple[TensorPlan, Shares]]
-
-    def make_executor(self, tree: SplitTree) -> TensorExecutor:
-        return TensorExecutor(tree, self)
-
-    def share_of(self, device: torch.device) -> str:
-        return "a part of every block"
-
-    def describe(self) -> str:
-        return f"each computed by {', '.join(map(str, self.devices))}, a part of it each{self._describe_exchange()}"
-
-    def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
-        """Bytes of weights that each device holds of this model, which is whole; the main device has the rest, too."""
-        sizes = dict.fromkeys(self.devices, 0)
-        sizes[self.main_device] = management.module_size(diffusion_model)
-        for name, how in self.divided.items():
-            block = diffusion_model.get_submodule(name)
-            sizes[self.main_device] -= management.module_size(block)
-            for rank, device in enumerate(self.devices):
-                part = divide_block(copy_structure(block)[0], *how, rank, cut_weight).block
-                sizes[device] += sum(each.nbytes for weight in part.parameters() for each in plain_parts(weight))
-        return sizes
-
-
 def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPlan:
     """Decide how every block is divided; reads sizes and formats only. Raises: ValueError if nobody described how,
     there are fewer heads than cards, a format cannot be divided, or the limits are too small."""
@@ -89,11 +61,9 @@ def _check_formats(name: str, block: nn.Module, plan: TensorPlan) -> None:
         is_known = layout in _DIVISIBLE_LAYOUTS if layout is not None else type(data) is torch.Tensor
         has_rotation = divided.by == "row" and getattr(params, "convrot", False)
         if not is_known or has_rotation or getattr(params, "transposed", False):
-            found = layout or type(data).__name__
-            raise ValueError(
-                f"the weights of {name}.{linear} are in the format {found}{' with rotation' if has_rotation else ''}, "
-                "which cannot be divided among cards. Use way 'blocks', or a bf16, fp8 or int8 file without rotation"
-            )
+            found = f"in the format {layout or type(data).__name__}{' with rotation' if has_rotation else ''}"
+            instead = "Use way 'blocks', or a bf16, fp8 or int8 file without rotation"
+            raise ValueError(f"{name}.{linear} is {found}, which cannot be divided among cards. {instead}")
         if vars(module).get("pre_quant_scale") is not None or "pre_quant_scale" in module._parameters:
             raise ValueError(f"{name}.{linear} scales its input per feature, which cannot be divided. Use way 'blocks'")
 
@@ -115,10 +85,8 @@ class TensorExecutor(Executor):
                     raise ValueError(f"{stay}. Start ComfyUI without that, or use way 'blocks'")
                 self.shards[device][name] = divide_block(block, how, shares, rank, cut_weight)
         self.parts = {at: {name: each.block for name, each in of.items()} for at, of in self.shards.items()}
-        by_block = {
-            shard.block: (shard, [self.shards[device][name] for device in plan.devices[1:]])
-            for name, shard in self.shards[plan.main_device].items()
-        }
+        mains, *others = map(self.shards.__getitem__, plan.devices)
+        by_block = {shard.block: (shard, [each[name] for each in others]) for name, shard in mains.items()}
         exchange = plan.request.exchange
         self.bridge: TensorParallel = TensorParallel(plan.devices, by_block, exchange=exchange, **plan.of_class)
         self.bridge.replay(addresses_on)
@@ -128,14 +96,9 @@ class TensorExecutor(Executor):
         self._attention = attention_of(tree.diffusion_model, is_wide=True)
         self._patches: dict[torch.device, tuple[Any, dict[str, Any]]] = {}
         self._patches_uuid: object = None  # with which the cards were compared
-        self._unpatched = {
-            device: {
-                f"{ROOT}.{name}.{parameter}": value.data
-                for name, block in parts.items()
-                for parameter, value in block.named_parameters()
-            }
-            for device, parts in self.parts.items()
-        }
+        self._unpatched: dict[torch.device, dict[str, torch.Tensor]] = {device: {} for device in self.parts}
+        for device, (name, block) in ((at, each) for at, parts in self.parts.items() for each in parts.items()):
+            self._unpatched[device] |= {f"{ROOT}.{name}.{key}": each.data for key, each in block.named_parameters()}
 
     def attach(self, patches_uuid: object) -> None:
         if patches_uuid != self._patches_uuid:
@@ -174,10 +137,8 @@ class TensorExecutor(Executor):
         return {**guarded, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
 
     def check_possible(self, action: str) -> None:
-        raise RuntimeError(
-            f"this MODEL is split with way 'tensor', so every card has a part of each weight, and {action} is not "
-            "possible; use way 'blocks', or the MODEL from before the split"
-        )
+        found = "this MODEL is split with way 'tensor', so every card has a part of each weight"
+        raise RuntimeError(f"{found}, and {action} is not possible; use way 'blocks', or the MODEL before the split")
 
     def whole_weight(self, key: str) -> torch.Tensor | None:
         found = self._find(self._plan.main_device, key)
@@ -212,6 +173,29 @@ class TensorExecutor(Executor):
             if (shard := self.shards[device].get(block)) is not None:
                 return (shard, name) if name in shard.slices else None
         return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DividedPlan(SplitPlan):
+    """Args: divided: name of a block -> how it is divided, and each device's share."""
+
+    executor, part = TensorExecutor, "a part of it each"
+    divided: Mapping[str, tuple[TensorPlan, Shares]]
+
+    def share_of(self, device: torch.device) -> str:
+        return "a part of every block"
+
+    def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
+        """Bytes of weights that each device holds of this model, which is whole; the main device has the rest, too."""
+        sizes = dict.fromkeys(self.devices, 0)
+        sizes[self.main_device] = management.module_size(diffusion_model)
+        for name, how in self.divided.items():
+            block = diffusion_model.get_submodule(name)
+            sizes[self.main_device] -= management.module_size(block)
+            for rank, device in enumerate(self.devices):
+                part = divide_block(copy_structure(block)[0], *how, rank, cut_weight).block
+                sizes[device] += sum(each.nbytes for weight in part.parameters() for each in plain_parts(weight))
+        return sizes
 
 
 def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> Any:

@@ -61,29 +61,6 @@ _MAY_CHANGE = RUNTIME_STATE.union(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokensPlan(SplitPlan):
-    """Every device computes a share of the rows of each forward."""
-
-    tokens: TokenPlan  # of a class that nobody described a derived one, or an empty one
-    shares: tuple[float, ...]  # of the rows, by device
-    groups: int = 1  # of heads, in which keys and values travel
-    replayed_groups: int = 1  # where blocks are replayed
-    may_run_alone: bool = False  # whether the main card computes what is refused by tokens, as no user named them
-    derived: DerivedRows | None = None  # where derived plans are kept; None for a class with a written one
-
-    def make_executor(self, tree: SplitTree) -> TokensExecutor:
-        return TokensExecutor(tree, self)
-
-    def share_of(self, device: torch.device) -> str:
-        share = self.shares[self.devices.index(device)] / sum(self.shares)
-        return f"the whole model and {share:.0%} of the tokens"
-
-    def describe(self) -> str:
-        by = ", ".join(map(str, self.devices))
-        return f"each computed by {by}, a share of the tokens each{self._describe_exchange()}"
-
-
 def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan:
     """Decide who computes how many tokens; reads sizes only. Raises: ValueError for a class without rows, for modules
     of other code, or with offload off, if a card cannot hold it."""
@@ -96,17 +73,14 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
         verdicts = list(derived.verdicts().values())
         tokens = next((each.row for each in verdicts if each.row is not None), TokenPlan({}))
         if verdicts and not tokens.blocks:
-            _log.warning(
-                "split: %s, and tried inputs are refused: %s", why_no_tokens(layout.class_name), verdicts[0].refused
-            )
+            why = f"{why_no_tokens(layout.class_name)}, and tried inputs are refused: {verdicts[0].refused}"
+            _log.warning("split: %s", why)
     known = (*_KNOWN_MODULES, package_of(type(diffusion_model))) if derived else _KNOWN_MODULES
     for name, module in diffusion_model.named_modules():
         code = type(module).__module__
         if not f"{code}.".startswith(known) and not isinstance(module, _KNOWN_LAYERS):
-            raise ValueError(
-                f"{name} of this MODEL is a {type(module).__name__} of {code}, which may read across tokens. Use way "
-                "'blocks', or take out the node that put it there"
-            )
+            found = f"{name} of this MODEL is a {type(module).__name__} of {code}, which may read across tokens"
+            raise ValueError(f"{found}. Use way 'blocks', or take out the node that put it there")
     size = int(management.module_size(diffusion_model))
     find_streamed(request, dict.fromkeys(request.devices, size), "Use way 'blocks' or 'tensor'")
     blocks, devices = execution_order(diffusion_model, layout), request.devices
@@ -162,7 +136,9 @@ class TokensExecutor(Executor):
         self._attention = [*attention_of(root, is_wide=True)]
         self._override = functools.lru_cache(maxsize=4)(override_of)  # the same function while blocks are replayed
         self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
-        self._deriving = Deriving(plan.derived, plan.layout.class_name) if plan.derived is not None else None
+        tolerance = self.tolerance if plan.request.exchange == "8-bit" else 0.0
+        rows = plan.derived
+        self._deriving = None if rows is None else Deriving(rows, plan.layout.class_name, tolerance)
         self._proved_for: object = None  # ComfyUI's number of the patches
         self._hooks = HookSet()
         self._may_change = _MAY_CHANGE.union(plan.layout.remembers)
@@ -215,10 +191,8 @@ class TokensExecutor(Executor):
 
     @staticmethod
     def _refused(found: str) -> RowsError:
-        return RowsError(
-            f"each card of this split has a copy of the model of its own, and {found} is of another node and in "
-            "one of them only. Use way 'blocks' in the split node, or take that node out"
-        )
+        found = f"each card of this split has a copy of the model, and {found} is of another node and in one of them"
+        return RowsError(f"{found}. Use way 'blocks' in the split node, or take that node out")
 
     def _check_unchanged(self, tree: SplitTree) -> None:
         """Raises: RowsError that names what other code did to the main card's modules, which no copy has."""
@@ -349,8 +323,7 @@ class TokensExecutor(Executor):
         self._check_runnable(given.get(OPTIONS) or {}, given.get("control"))
         if self._deriving is not None:
             cards, by_rows = functools.partial(self._cards, own), functools.partial(self._compute_by, own)
-            tolerance = self.tolerance if self._plan.request.exchange == "8-bit" else 0.0
-            return self._deriving.compute(given, own, cards, by_rows, tolerance)
+            return self._deriving.compute(given, own, cards, by_rows)
         latents, tokens = next(iter(given.values())), self._plan.tokens
         is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
         return self._compute_by(own, (is_one and tokens.one_frame) or tokens, given)
@@ -432,6 +405,23 @@ class TokensExecutor(Executor):
             given = self._forgetting(given)
             given.setdefault(OPTIONS, {})[OVERRIDE] = attend
         return forward(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensPlan(SplitPlan):
+    """Every device computes a share of the rows of each forward."""
+
+    executor, part = TokensExecutor, "a share of the tokens each"
+    tokens: TokenPlan  # of a class that nobody described a derived one, or an empty one
+    shares: tuple[float, ...]  # of the rows, by device
+    groups: int = 1  # of heads, in which keys and values travel
+    replayed_groups: int = 1  # where blocks are replayed
+    may_run_alone: bool = False  # whether the main card computes what is refused by tokens, as no user named them
+    derived: DerivedRows | None = None  # where derived plans are kept; None for a class with a written one
+
+    def share_of(self, device: torch.device) -> str:
+        share = self.shares[self.devices.index(device)] / sum(self.shares)
+        return f"the whole model and {share:.0%} of the tokens"
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -122,7 +122,7 @@ class SplitTree:
         root = self.diffusion_model
         self._blocks = {name: root.get_submodule(name) for name in plan.blocks}
         self._lists = {name: root.get_submodule(name) for name in _containers_of(plan.blocks) if name}
-        self.executor: Executor = plan.make_executor(self)
+        self.executor: Executor = plan.executor(self, plan)
         make_shard = type(f"{type(base).__name__}Shard", (Shard,), {})  # ComfyUI logs the name
         others = plan.devices[1:]
         self.shards: dict[torch.device, nn.Module] = {at: make_shard(base, self.executor.parts[at]) for at in others}
@@ -305,10 +305,8 @@ class SplitTree:
                 hooked = {name: block_lists.hooked_modules(self.block(name), layout) for name in self.plan.blocks}
                 called = [name for name, modules in hooked.items() if not self.bridge.entered.isdisjoint(modules)]
                 if unused := set(_containers_of(self.plan.blocks)).difference(_containers_of(called)):
-                    raise RuntimeError(
-                        f"{type(module).__name__} did not call a single block of {', '.join(unused)} as a module, so "
-                        "a split cannot give these blocks their inputs; load the model without a split"
-                    )
+                    found = f"{type(module).__name__} did not call a single block of {', '.join(unused)} as a module"
+                    raise RuntimeError(f"{found}, so these get no inputs in a split; load the model without a split")
                 self._is_proven = True
             return self.bridge.move(output, self.plan.main_device)
         finally:
@@ -329,32 +327,6 @@ def make_tree(base: nn.Module, plan: SplitPlan, origin: Origin | None = None) ->
     """Make a tree of a BaseModel that nobody else uses. Raises: ValueError for weights that cannot be divided."""
     tree = base.__dict__[_ATTRIBUTE] = SplitTree(base, plan, origin)
     return tree
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockPlan(SplitPlan):
-    """Every card holds some of the blocks, and activations travel from card to card."""
-
-    placement: Placement
-
-    def make_executor(self, tree: SplitTree) -> BlockExecutor:
-        return BlockExecutor(tree, self)
-
-    def device_of(self, name: str) -> torch.device:
-        return self.placement.device_of(name)
-
-    def share_of(self, device: torch.device) -> str:
-        return f"{self.placement.num_blocks_on(device)} blocks"
-
-    def num_blocks(self) -> list[tuple[str, int]]:
-        return self.placement.runs()
-
-    def describe(self) -> str:
-        runs = groupby(enumerate(self.placement.devices), key=lambda each: each[1])
-        numbers = [(device, [index for index, _ in run]) for device, run in runs]
-        where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
-        no_use = self._describe_exchange("of no use to way blocks, which sends each activation once and as it is")
-        return f"{where}; {self.transport}; overlap {'on' if self.overlap else 'off'}{no_use}"
 
 
 class BlockExecutor(Executor):
@@ -379,6 +351,30 @@ class BlockExecutor(Executor):
     def _make_bridge(self, tree: SplitTree, called: Mapping[nn.Module, torch.device]) -> Bridge:
         tail = block_lists.tail_modules(tree.diffusion_model, self._plan.layout)
         return Bridge(called, self._plan.main_device, tail=tail, transport=self._plan.transport, **self._plan.of_class)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan(SplitPlan):
+    """Every card holds some of the blocks, and activations travel from card to card."""
+
+    executor = BlockExecutor
+    placement: Placement
+
+    def device_of(self, name: str) -> torch.device:
+        return self.placement.device_of(name)
+
+    def share_of(self, device: torch.device) -> str:
+        return f"{self.placement.num_blocks_on(device)} blocks"
+
+    def num_blocks(self) -> list[tuple[str, int]]:
+        return self.placement.runs()
+
+    def describe(self) -> str:
+        runs = groupby(enumerate(self.placement.devices), key=lambda each: each[1])
+        numbers = [(device, [index for index, _ in run]) for device, run in runs]
+        where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
+        no_use = self.describe_exchange("of no use to way blocks, which sends each activation once and as it is")
+        return f"{where}; {self.transport}; overlap {'on' if self.overlap else 'off'}{no_use}"
 
 
 def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
