@@ -52,8 +52,8 @@ _MASKS = (), (1,) * _TEXT, (*(1,) * (_TEXT - 1), 0)  # of the text: none, and of
 _MADE_UP = {COND: 1009, POOLED: 2003}  # widths that no model has, until a layer says which it reads
 _MOST_TRIES = 6
 _RANK = 2
-_NEAR = 1e-5  # of the length of a gradient; shares of rows are added up in another order
-_LEAST = 1e-3  # of the longest gradient: so much cancels in shorter ones that their last bits are noise
+_NEAR = 3e-5  # of the length of a gradient; shares of rows are added up in another order
+_LEAST = 1e-2  # of the longest gradient: so much cancels in shorter ones that their last bits are noise
 _STEPS, _NEAR_SLOPE = (1e-2, 3e-3, 1e-3), 5e-3  # in float32 a step is too long, or drowned by rounding
 Gradients = dict[str, torch.Tensor]
 
