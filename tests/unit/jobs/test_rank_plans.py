@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.cli.main import main
@@ -13,11 +14,13 @@ from devicebridge.config.job import JobConfig, make_job, save_job
 from devicebridge.jobs.checked_job import Subject, held_bytes
 from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.ranks import plan_shared, resolve_here, share_of
+from devicebridge.parallel.devices import CPU
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM
 from devicebridge.tests.ranks.launching import ROOT
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from torch.torch_version import TorchVersion
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 BLOCKS = 28
@@ -49,6 +52,18 @@ def test_sharing_out_tokens_is_refused_in_several_processes(subject: Subject) ->
     ranks: Any = SimpleNamespace(is_launched=True, count=2)
     with pytest.raises(ValueError, match=r'"tokens" is of one process, and 2 were started'):
         resolve_here(_job(parallel={"strategy": "tokens"}), subject, ranks, 1, None)
+
+
+def test_torch_2_11_shares_no_weights_in_int8(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: Any = SimpleNamespace(is_launched=True, is_first=True, count=2, devices=(CPU,))
+    ranks.place, ranks.on_all = SimpleNamespace(num_local=2, local_rank=0), lambda compute: compute()
+    ranks.from_first, ranks.gather = ranks.on_all, lambda value: [value, value]
+    job = _job("int8-compute", parallel={"strategy": "fsdp"})
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(ValueError, match=r"torch 2\.11.* int8.* torch 2\.12"):
+        resolve_here(job, subject, ranks, 1, None)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0"))
+    assert resolve_here(job, subject, ranks, 1, None).execution.strategy == "fsdp"
 
 
 def _card(size: str) -> Card:
