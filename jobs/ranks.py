@@ -213,12 +213,13 @@ def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> Tr
     more = (elsewhere - max(blocks)) / (1 - HEADROOM)
     larger = replace(card, usable_bytes=int(card.usable_bytes + more))
     found = plan_on(alone, subject, Machine((), (larger,)))
-    (device,) = found.devices
-    device = replace(device, weights=device.weights - elsewhere)
+    (stage,) = found.devices
+    stage = replace(stage, weights=stage.weights - elsewhere, usable=card.usable_bytes)
     warning = ""
-    if device.needed > card.usable_bytes:
-        warning = f"{card.name} needs {device.needed / 1e9:.1f} GB by the forecast, of {card.usable_bytes / 1e9:.1f} GB"
-    return replace(found, cards=(card,), devices=(device,), warning=warning)
+    if stage.needed > stage.usable:
+        warning = f"{card.name} needs {stage.needed / 1e9:.1f} GB by the forecast, of {stage.usable / 1e9:.1f} GB"
+    of_card, own = found.question.changed(cards=(card,)), replace(found.found, stages=(stage,))
+    return replace(found, question=of_card, found=own, warning=warning)
 
 
 def resolve_here(

@@ -83,11 +83,13 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceForecast(StagePlan, Moment):
-    """Bytes on the device of a stage at its peak, the moment. weights: base weights, of blocks that stream two slots
-    alone. overhead: reserved and not allocated."""
+    """Bytes on the device of a stage at its peak, the moment. streamed: of its blocks in host memory, which are copied
+    to it in every pass. weights: base weights, of blocks that stream two slots alone. overhead: reserved and not
+    allocated."""
 
     device: str
     held: int
+    streamed: int
     weights: int
     lora: int
     optimizer: int
@@ -187,6 +189,7 @@ class Forecaster:
             **vars(moment),
             device=name,
             held=self.held(plan.stage, plan.num_stages),
+            streamed=sum(self._streamed(plan)),
             weights=weights,
             lora=lora * moment.has_lora,
             optimizer=state * moment.has_lora,
@@ -195,18 +198,14 @@ class Forecaster:
             context=self.backend.context,
         )
 
-    def _offloaded_sizes(self, plan: StagePlan) -> list[int]:
+    def _streamed(self, plan: StagePlan) -> list[int]:
         """Bytes of each streaming block that rest in host memory."""
         chosen = spread_offloaded(plan.num_blocks, plan.num_uncheckpointed, plan.num_offloaded)
         return [self.cost.blocks[plan.start + index].streaming for index in chosen]
 
-    def streamed_bytes(self, plan: StagePlan) -> int:
-        """What a stage's streaming blocks hold in host memory; copied to the card in every pass."""
-        return sum(self._offloaded_sizes(plan))
-
     def saved_bytes(self, plan: StagePlan) -> int:
         """By how much the card's weights are less for blocks that stream: these, less the slots."""
-        away = self._offloaded_sizes(plan)
+        away = self._streamed(plan)
         return sum(away) - min(NUM_SLOTS, len(away)) * max(away, default=0)
 
     @property

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -17,7 +17,7 @@ from ..system.telling import aligned
 from .cards import Card
 from .memory import DeviceForecast
 from .question import Question, Setting, is_open, why_not_shared
-from .search import Found, Looked, describe_refusal, find_fastest
+from .search import Found, Looked, Stage, describe_refusal, find_fastest
 from .times import ASSUMED_FLOPS_PER_S, KERNEL_S
 
 _STEPS = 1000  # of a run, where nobody says how many
@@ -41,24 +41,14 @@ _BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
 Comparison = Mapping[str, Mapping[str, "float | None"]]
 
 
-class Alternative(NamedTuple):
-    """A setting that was looked at; times_longer than the chosen one, None if it does not fit."""
-
-    setting: Setting
-    times_longer: float | None
-    is_streaming: bool
-
-
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How a job is best run. looked_at: every setting that was compared. cards, devices: in execution order.
-    warning: why it may not fit after all, where the user has vouched for it; "" otherwise."""
+    """How a job is best run. looked_at: every setting that was compared. warning: why it may not fit after all, where
+    the user has vouched for it; "" otherwise."""
 
     question: Question
     found: Found
     looked_at: Looked
-    cards: tuple[Card, ...]
-    devices: tuple[DeviceForecast, ...]
     placement: Placement
     notes: tuple[str, ...]
     warning: str
@@ -68,16 +58,14 @@ class TrainingPlan:
         return self.found.setting
 
     @property
+    def devices(self) -> tuple[Stage, ...]:
+        """Of each card, in execution order."""
+        return self.found.stages
+
+    @property
     def step_s(self) -> float:
         """Of a step at this size, seconds of cards of speed 1."""
         return self.found.time
-
-    @property
-    def alternatives(self) -> list[Alternative]:
-        return [
-            Alternative(each, None if other is None else other.time / self.step_s, bool(other and other.is_streaming))
-            for each, other in self.looked_at
-        ]
 
     @property
     def uncheckpointed(self) -> tuple[int, ...]:
@@ -95,19 +83,17 @@ def plan_training(question: Question) -> TrainingPlan:
     found, looked_at = find_fastest(question)
     if found is None:
         raise ValueError(describe_refusal(question))
-    devices = tuple(stage.forecast for stage in found.stages)
     names, cards = question.model.names, tuple(card.device for card in question.cards)
     if holds_copies(found.setting.strategy):
         whole, shares = (cards[0],) * len(names), found.setting.row_shares
         placement = Placement(names, whole, cards[0], replicas=cards, row_shares=shares)
     else:
-        owners = (card for card, device in zip(cards, devices, strict=True) for _ in range(device.num_blocks))
+        owners = (card for card, stage in zip(cards, found.stages, strict=True) for _ in range(stage.num_blocks))
         placement = Placement(names, tuple(owners), cards[0])
-    pairs = zip(question.cards, devices, strict=True)
-    over = ", ".join(_fill(card, device) for card, device in pairs if device.needed > card.usable_bytes)
+    over = ", ".join(_fill(stage) for stage in found.stages if stage.needed > stage.usable)
     warning = f"the forecast exceeds what is free ({over}), and memory_limit_gb says to try" * bool(over)
     notes = tuple(_notes(question, found, looked_at))
-    return TrainingPlan(question, found, looked_at, question.cards, devices, placement, notes, warning)
+    return TrainingPlan(question, found, looked_at, placement, notes, warning)
 
 
 def _notes(question: Question, found: Found, looked_at: Looked) -> Iterator[str]:
@@ -137,20 +123,23 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
     """The verdict, a line per card in decimal GB, and a line per setting that was looked at."""
     names = [(name, label) for name, label, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
     cards = [["card", "blocks", *(label for _, label in names), "needed", "free", "peak at"]]
-    for card, device in zip(plan.cards, plan.devices, strict=True):
-        sizes = [*(parts_of(device)[name] for name, _ in names), device.needed, card.usable_bytes]
-        cards.append([card.name, _blocks(device), *(f"{size / 1e9:.2f}" for size in sizes), device.moment])
+    for device in plan.devices:
+        sizes = [*(parts_of(device)[name] for name, _ in names), device.needed, device.usable]
+        cards.append([device.device, _blocks(device), *(f"{size / 1e9:.2f}" for size in sizes), device.moment])
     tables = [list(map(list, _facts(plan, steps))), cards]
-    if len(plan.alternatives) > 1:
+    if len(plan.looked_at) > 1:
         # The chosen one, then the others by their time. One that is faster and was not taken has 8-bit optimizer state,
         # or more in host memory, and copies are an estimate.
-        rows = sorted(plan.alternatives, key=lambda each: (each.setting != plan.setting, each.times_longer or math.inf))
+        rows = sorted(plan.looked_at, key=lambda row: (row[0] != plan.setting, row[1].time if row[1] else math.inf))
         seconds, _ = step_seconds(plan)
         tables.append([["setting", "per step"]])
-        for setting, times, is_streaming in rows[:_MOST_ALTERNATIVES]:
-            said = f"x {times or 0:.2f}" if seconds is None else _seconds(seconds * (times or 0))
-            name = setting.describe() + ", blocks stream" * is_streaming
-            tables[-1].append([name, "does not fit" if times is None else said])
+        for setting, other in rows[:_MOST_ALTERNATIVES]:
+            if other is None:
+                tables[-1].append([setting.describe(), "does not fit"])
+                continue
+            times = other.time / plan.step_s
+            said = f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
+            tables[-1].append([setting.describe() + ", blocks stream" * other.is_streaming, said])
     return "\n\n".join(map(aligned, tables))
 
 
@@ -164,7 +153,7 @@ def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
     return [
         ("verdict", _verdict(plan)),
         ("step", describe_time(plan, steps) or "unknown: no card of this kind is in the table of speeds"),
-        ("peak", ", ".join(map(_fill, plan.cards, plan.devices))),
+        ("peak", ", ".join(map(_fill, plan.devices))),
         ("plan", f"{plan.setting.describe()}; {plan.placement.describe()}"),
         ("job", f"{size}, {count}"),
         ("host memory", f"{plan.found.host_bytes / 1e9:.1f} GB{pinned}"),
@@ -173,8 +162,8 @@ def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
     ]
 
 
-def _fill(card: Card, device: DeviceForecast) -> str:
-    return f"{card.name} {device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
+def _fill(device: Stage) -> str:
+    return f"{device.device} {device.needed / 1e9:.2f} of {device.usable / 1e9:.2f} GB"
 
 
 def describe_verdict(plan: TrainingPlan, steps: int = _STEPS) -> list[str]:
@@ -192,11 +181,12 @@ def _verdict(plan: TrainingPlan) -> str:
 
 def _assumed(plan: TrainingPlan) -> Iterator[str]:
     """Which generation of cards, where only their memory was given."""
-    kinds = dict.fromkeys(card.kind.name for card in plan.cards if card.is_assumed and card.kind)
+    cards = plan.question.cards
+    kinds = dict.fromkeys(card.kind.name for card in cards if card.is_assumed and card.kind)
     needs = " or newer, as fp8-compute needs RTX 40" if plan.setting.scheme == "fp8-compute" else ""
     if kinds:
         yield f"cards like the {' and '.join(kinds)}{needs}; name them to be sure, such as 2x3090"
-    elif needs and not all(card.has_context or card.kind for card in plan.cards):  # no card was there to ask
+    elif needs and not all(card.has_context or card.kind for card in cards):  # no card was there to ask
         yield "RTX 40 cards or newer, as fp8-compute needs; for older ones plan with int8-compute"
 
 
@@ -210,10 +200,11 @@ def describe_time(plan: TrainingPlan, steps: int) -> str:
 
 def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
     """Of a step at this size, None if a card's speed is unknown; and what the estimate goes by."""
-    seconds = _real_seconds(plan.cards, plan.step_s)
-    is_measured = any(card.measured_flops_per_s for card in plan.cards)
+    cards = plan.question.cards
+    seconds = _real_seconds(cards, plan.step_s)
+    is_measured = any(card.measured_flops_per_s for card in cards)
     source = "a matrix product measured on the cards" if is_measured else "published speeds of cards"
-    slowest = min(card.link_bytes_per_s for card in plan.cards) / 1e9
+    slowest = min(card.link_bytes_per_s for card in cards) / 1e9
     link = f", at {slowest:.0f} GB/s between them" if shares_rows(plan.setting.strategy) else ""
     return (None, "") if seconds is None else (seconds, f"estimated from {source}{link}")
 
@@ -280,10 +271,10 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
                 "num_kept": device.num_uncheckpointed,
                 "micro_batches_held": device.held,
                 "bytes": parts_of(device),
-                "usable": card.usable_bytes,
+                "usable": device.usable,
                 "peak_at": device.moment,
             }
-            for card, device in zip(plan.cards, plan.devices, strict=True)
+            for device in plan.devices
         ],
         "host_bytes": plan.found.host_bytes,
         "offloaded_bytes": plan.found.offloaded_inputs,
@@ -292,7 +283,8 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "estimated_step_s": step_seconds(plan)[0],
         "notes": list(plan.notes),
         "alternatives": [
-            {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
+            {"setting": setting.describe(), "times_longer": None if other is None else other.time / plan.step_s}
+            for setting, other in plan.looked_at
         ],
         "warning": plan.warning,
     }
@@ -332,24 +324,23 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
 def draw_plan(plan: TrainingPlan) -> Image.Image:
     """A bar per card, its parts side by side, the card's free memory as the frame. RGB"""
     font, row = ImageFont.load_default(14), _BAR_HEIGHT + 30
-    devices = list(zip(plan.cards, plan.devices, strict=True))
-    largest = max(max(card.usable_bytes, device.needed) for card, device in devices)
-    height = 2 * _MARGIN + len(devices) * row + 22 * len(_PARTS)
+    largest = max(max(device.usable, device.needed) for device in plan.devices)
+    height = 2 * _MARGIN + len(plan.devices) * row + 22 * len(_PARTS)
     sheet = Image.new("RGB", (_BAR_WIDTH + 2 * _MARGIN, height), "white")
     draw = ImageDraw.Draw(sheet)
-    for number, (card, device) in enumerate(devices):
+    for number, device in enumerate(plan.devices):
         top = _MARGIN + number * row + 20
-        draw.text((_MARGIN, top - 20), f"{_fill(card, device)}, {_blocks(device)} blocks", fill="black", font=font)
+        draw.text((_MARGIN, top - 20), f"{_fill(device)}, {_blocks(device)} blocks", fill="black", font=font)
         left = float(_MARGIN)
         for (_, _, colour), size in zip(_PARTS, parts_of(device).values(), strict=True):
             right = left + _BAR_WIDTH * size / largest
             if round(right) > round(left):
                 draw.rectangle((round(left), top, round(right) - 1, top + _BAR_HEIGHT), fill=colour)
             left = right
-        frame = _MARGIN + _BAR_WIDTH * card.usable_bytes / largest
+        frame = _MARGIN + _BAR_WIDTH * device.usable / largest
         draw.rectangle((_MARGIN, top, round(frame), top + _BAR_HEIGHT), outline="black", width=2)
     for number, (_, label, colour) in enumerate(_PARTS):
-        at = _MARGIN + len(devices) * row + 22 * number
+        at = _MARGIN + len(plan.devices) * row + 22 * number
         draw.rectangle((_MARGIN, at, _MARGIN + 14, at + 14), fill=colour)
         draw.text((_MARGIN + 22, at - 2), label, fill="black", font=font)
     return sheet

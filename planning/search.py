@@ -58,13 +58,17 @@ class Terms(NamedTuple):
     least: Literal["seconds", "host bytes"] = "seconds"
 
 
-class Stage(NamedTuple):
-    """What a card does. share: of its memory, that is needed. streamed: bytes in host memory."""
+@dataclass(frozen=True, kw_only=True)
+class Stage(DeviceForecast):
+    """What a card does. usable: bytes of its memory. time: seconds of a micro-batch."""
 
-    forecast: DeviceForecast
+    usable: int
     time: float
-    share: float
-    streamed: int
+
+    @property
+    def share(self) -> float:
+        """Of the card's memory, that is needed."""
+        return self.needed / max(1, self.usable)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Found:
 
     @property
     def is_streaming(self) -> bool:
-        return any(stage.forecast.num_offloaded for stage in self.stages)
+        return any(stage.num_offloaded for stage in self.stages)
 
     @property
     def must_stream(self) -> bool:
@@ -196,7 +200,7 @@ def each_card(question: Question, setting: Setting, find: Callable[[Question, Se
         if not _is_ours(question, setting):
             raise
         return None
-    plans = [one.stages[0].forecast for one in fitting or ()]
+    plans = [one.stages[0] for one in fitting or ()]
     kept, streamed = ({getattr(each, name) for each in plans} for name in ("num_uncheckpointed", "num_offloaded"))
     if shares_rows(setting.strategy) and (len(kept) > 1 or len(streamed) > 1):
         fitting = alone((min(kept), max(streamed)))  # all recompute the same blocks, and the same ones stream
@@ -226,10 +230,21 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
     """The best cut for a setting, the user's where there is one; None if none keeps to the terms.
     Raises: ValueError for settings per device that are not one per card, and for impossible cuts."""
     question.check_counts()
-    forecaster = question.forecaster(setting)
-    if (stages := _Stages(question, setting, terms, forecaster).best()) is None:
+    forecaster, is_by_time = question.forecaster(setting), terms.least == "seconds"
+    is_by_slowest = has_stages(setting.strategy) or question.job.split.balance == "time"
+
+    def cost(stages: Sequence[Stage]) -> tuple[float, float, float]:
+        """Of cuts that are equally good, one that streams least or takes least, then that of the emptiest card."""
+        time = (max if is_by_slowest else sum)(stage.time for stage in stages)
+        streamed = sum(stage.streamed for stage in stages)
+        first = (time, streamed) if is_by_time else (streamed, time)
+        return *first, max(stage.share for stage in stages)
+
+    make = _Stages(question, setting, terms, forecaster).make
+    stages = find_cuts(len(question.model.names), len(question.cards), make, cost, question.bounds)
+    if stages is None:
         return None
-    offloaded, times = forecaster.offloaded_inputs([each.forecast for each in stages]), [each.time for each in stages]
+    offloaded, times = forecaster.offloaded_inputs(stages), [each.time for each in stages]
     time = following = sum(times)
     if has_stages(setting.strategy):
         following = max(max(times), time / forecaster.held(0, len(times)))  # of a further micro-batch
@@ -240,27 +255,12 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
 class _Stages:
     def __init__(self, question: Question, setting: Setting, terms: Terms, forecaster: Forecaster) -> None:
         self._question, self._terms, self._forecaster, self._split = question, terms, forecaster, question.job.split
-        self._is_by_slowest = has_stages(setting.strategy) or self._split.balance == "time"
         # In steps of about 1e-12 s sums are exact, so cuts that take equally long have equal times, and memory decides.
         whole = forecaster.cost.is_whole
         times = (question.seconds(card, setting.scheme, is_whole=whole) for card in question.cards)
         self._seconds = [list(accumulate((round(s * 2**40) / 2**40 for s in card), initial=0.0)) for card in times]
 
-    def best(self) -> list[Stage] | None:
-        """Of the cuts that fit the one with the shortest step, of equals the one that streams least, of these the one
-        whose fullest card is emptiest; the user's cut if it fits."""
-        is_by_time = self._terms.least == "seconds"
-
-        def cost(stages: Sequence[Stage]) -> tuple[float, float, float]:
-            time = (max if self._is_by_slowest else sum)(stage.time for stage in stages)
-            streamed = sum(stage.streamed for stage in stages)
-            first = (time, streamed) if is_by_time else (streamed, time)
-            return *first, max(stage.share for stage in stages)
-
-        question = self._question
-        return find_cuts(len(question.model.names), len(question.cards), self._stage, cost, question.bounds)
-
-    def _stage(self, index: int, start: int, end: int) -> Stage | None:
+    def make(self, index: int, start: int, end: int) -> Stage | None:
         """The best that a card can do with these blocks; None if it needs more than it may."""
         kept, streamed = self._split.blocks_without_checkpointing, self._split.offloaded_blocks
         blocks, is_checkpointing = self._terms.blocks, self._question.is_checkpointing
@@ -316,11 +316,10 @@ class _Stages:
         recomputing = seconds[plan.first_spared] - seconds[plan.start]
         computing = passes * (seconds[plan.end] - seconds[plan.start]) + recomputing
         # Beside the kernels: weights for each forward and once more for the backward, inputs there and back.
-        streamed = forecaster.streamed_bytes(plan)
-        streaming = passes * streamed / link
+        streaming = passes * found.streamed / link
         copying = streaming + 2 * forecaster.leaving(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
-        return Stage(found, time, found.needed / max(1, card.usable_bytes), streamed)
+        return Stage(**vars(found), usable=card.usable_bytes, time=time)
 
 
 # ---- what is missing where nothing fits, and the changes that were computed to be enough
@@ -360,7 +359,7 @@ def _leanest(question: Question) -> list[Setting]:
 
 def describe_refusal(question: Question) -> str:
     """What is needed against what is there, and the changes that would be enough."""
-    best, job, cards = needed_at_least(question), question.job, question.cards
+    best, job = needed_at_least(question), question.job
     if best is None:
         kept, streamed = list(job.split.blocks_without_checkpointing), list(job.split.offloaded_blocks)
         given = f"{kept} and split.offloaded_blocks = {streamed}"
@@ -373,12 +372,12 @@ def describe_refusal(question: Question) -> str:
         f"does not fit: at {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}, batch "
         f"{job.train.batch_size}, rank {job.lora.rank}, {best.setting.describe()} the best cut needs"
     ]
-    for card, stage in zip(cards, best.stages, strict=True):
-        needed, there, weights = stage.forecast.needed / 1e9, card.usable_bytes / 1e9, stage.forecast.weights / 1e9
+    for stage in best.stages:
+        needed, there, weights = stage.needed / 1e9, stage.usable / 1e9, stage.weights / 1e9
         verdict = f"{needed - there:.2f} GB are missing" if needed > there else "fits"
-        away = f" ({stage.forecast.num_offloaded} in host memory)" if stage.forecast.num_offloaded else ""
-        what = f"{stage.forecast.num_blocks} blocks{away}, {needed:.2f} GB of {there:.2f} GB"
-        lines.append(f"  {card.name}: {what}, {verdict} (weights {weights:.2f} GB)")
+        away = f" ({stage.num_offloaded} in host memory)" if stage.num_offloaded else ""
+        what = f"{stage.num_blocks} blocks{away}, {needed:.2f} GB of {there:.2f} GB"
+        lines.append(f"  {stage.device}: {what}, {verdict} (weights {weights:.2f} GB)")
     if not best.fits_host(question.host_bytes):
         sizes = (best.host_bytes, best.offloaded_inputs, question.host_bytes or 0)
         host, pinned, free = (f"{size / 1e9:.2f} GB" for size in sizes)

@@ -307,7 +307,7 @@ def test_swapped_blocks_take_two_slots_of_the_card_and_the_rest_of_the_host():
     forecaster = _forecaster()
     plan = StagePlan(0, 1, 0, 6, num_offloaded=5)
     assert forecaster.device("a", plan).weights == 50 + 1000 + 2 * 1000
-    assert (forecaster.loading_bytes, forecaster.streamed_bytes(plan)) == (1000, 5000)
+    assert (forecaster.loading_bytes, forecaster.device("a", plan).streamed) == (1000, 5000)
     assert forecaster.saved_bytes(plan) == 3000
     partly = _forecaster(staying=100)  # small tensors and buffers never leave the card
     assert partly.device("a", plan).weights == 50 + 1000 + 5 * 100 + 2 * 900
@@ -319,9 +319,9 @@ def test_slots_are_as_large_as_the_largest_swapped_block():
     cost = StepCost(tuple("abcdef"), (*kinds, *kinds, *kinds), 0, 0, 0, 0, 0, 0, 0)
     forecaster = Forecaster(cost, Optimizer(0.0, 0.0), backend=NO_OVERHEAD)
     plan = StagePlan(0, 1, 0, 6, num_uncheckpointed=2, num_offloaded=2)
-    assert forecaster.streamed_bytes(plan) == 6000 and forecaster.saved_bytes(plan) == 0
+    assert forecaster.device("a", plan).streamed == 6000 and forecaster.saved_bytes(plan) == 0
     third = replace(plan, num_offloaded=3)  # blocks 0, 2 and 3
-    assert forecaster.streamed_bytes(third) == 5000 and forecaster.saved_bytes(third) == -1000
+    assert forecaster.device("a", third).streamed == 5000 and forecaster.saved_bytes(third) == -1000
 
 
 def test_loading_and_the_optimizer_can_be_the_peak():

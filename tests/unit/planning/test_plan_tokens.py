@@ -50,7 +50,7 @@ def test_weights_that_do_not_fit_stream_alike_on_all_cards_and_are_in_host_memor
     plan = _plan(make_cards(100, 12), **TOKENS)
     assert plan.setting.strategy == "tokens" and plan.uncheckpointed == (0, 0)
     assert plan.offloaded[0] == plan.offloaded[1] > 2
-    assert all(device.needed <= card.usable_bytes for device, card in zip(plan.devices, plan.cards, strict=True))
+    assert all(device.needed <= device.usable for device in plan.devices)
     assert plan.found.host_bytes == (plan.offloaded[0] + 1) * GB  # and one block on its way from the file
     room = (plan.offloaded[0] + 1) * GB / 0.9
     assert _plan(make_cards(100, 12), host_bytes=int(room + 1), **TOKENS).offloaded == plan.offloaded
@@ -60,7 +60,7 @@ def test_weights_that_do_not_fit_stream_alike_on_all_cards_and_are_in_host_memor
 
 def test_what_is_missing_counts_blocks_that_stream() -> None:
     found = needed_at_least(_ask(make_cards(4, 4), **TOKENS))
-    assert found is not None and [stage.forecast.num_offloaded for stage in found.stages] == [10, 10]
+    assert found is not None and [stage.num_offloaded for stage in found.stages] == [10, 10]
     assert all(stage.share > 1 for stage in found.stages)
 
 
@@ -132,7 +132,7 @@ def test_they_do_where_nothing_else_fits() -> None:
     question = make_question(costs, make_cards(30, 30), model={"quantize": "none"}, link=1e12)
     plan = plan_training(question)
     assert plan.setting.strategy == "tokens" and "nothing else fits" in plan.notes[0]
-    assert {each.setting.strategy for each in plan.alternatives if each.times_longer is None} == {"none"}
+    assert {each.strategy for each, found in plan.looked_at if found is None} == {"none"}
 
 
 def test_a_sample_that_cannot_be_shared_out_is_one_cards() -> None:
@@ -171,7 +171,7 @@ def test_what_the_user_says_of_a_split_is_kept_to(sections: Any) -> None:
 
 def test_a_class_without_a_token_plan_is_not_looked_at() -> None:
     plan = plan_training(make_question(MadeUpCosts(BLOCK), make_cards(100, 100), model={"quantize": "none"}))
-    assert {each.setting.strategy for each in plan.alternatives} == {"none"}
+    assert {each.strategy for each, _ in plan.looked_at} == {"none"}
 
 
 def test_seconds_that_travel_do_not_depend_on_the_cards_products() -> None:

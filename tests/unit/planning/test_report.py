@@ -31,7 +31,8 @@ def _plan(cards: list[Card], **sections: dict[str, object]) -> TrainingPlan:
 )
 def test_a_plan_for_cards_that_nobody_could_ask_says_what_fp8_needs(scheme, is_asked, is_said):
     plan = _plan(make_cards(80), model={"quantize": scheme})
-    plan = replace(plan, cards=tuple(replace(card, has_context=is_asked) for card in plan.cards))
+    cards = tuple(replace(card, has_context=is_asked) for card in plan.question.cards)
+    plan = replace(plan, question=plan.question.changed(cards=cards))
     assert ("RTX 40" in describe_plan(plan)) is is_said
 
 
@@ -58,7 +59,7 @@ def test_a_plan_that_streams_says_so_first():
 def test_all_that_was_looked_at_is_listed_behind_what_was_chosen():
     plan = _plan(parse_cards("2x3090"), model={"quantize": "auto"}, optimizer={"name": "auto"})
     rows = [re.split("  +", line) for line in describe_plan(plan).split("\n\n")[-1].splitlines()[1:]]
-    assert rows[0][0] == plan.setting.describe() and len(rows) == min(8, len(plan.alternatives))
+    assert rows[0][0] == plan.setting.describe() and len(rows) == min(8, len(plan.looked_at))
     assert describe_verdict(plan)[1].startswith(f"step: {rows[0][1]}, ")
 
 
