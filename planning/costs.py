@@ -88,7 +88,6 @@ class StepCost:
     outer_lora: int
     outer_trained: int
     front: int
-    first_inputs: int
     tail: int
     is_whole: bool = False
 
@@ -125,12 +124,6 @@ class ModelCosts:
         native = self.family.native
         return why_no_tokens(native.class_name, native.derived_rows) if native else NO_TOKENS_OF_DIFFUSERS
 
-    @property
-    def why_no_tokens_by_auto(self) -> str:
-        """The same, and rows that were derived for some inputs, which a later sample may not have."""
-        has_derived = self.family.native is not None and bool(self.family.native.derived_rows)
-        return self.why_no_tokens or ("its rows were derived" if has_derived else "")
-
     def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
         """Of the keys and values of all rows of one sample, of a model that has a token plan. [num_blocks]"""
         key = "keys", bucket, frames, element_size
@@ -151,10 +144,6 @@ class ModelCosts:
     def largest_linear(self) -> int:
         """Weights of the largest linear."""
         return max(module.weight.numel() for module in self._model.modules() if isinstance(module, nn.Linear))
-
-    def latent_shape(self, bucket: tuple[int, int], frames: int) -> tuple[int, int, int, int]:
-        """Of one sample. [C, F, H, W]"""
-        return latent_shape_of(self.info, self.variant, bucket, frames)
 
 
 def latent_shape_of(
@@ -204,7 +193,6 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
             outer_lora=sum(lora for _, lora, _ in outer),
             outer_trained=sum(num_trained for _, _, num_trained in outer),
             front=run.front,
-            first_inputs=run.kinds[0].inputs,
             tail=run.meter.peak - run.tail_base,
             is_whole=is_whole,
         )

@@ -63,10 +63,6 @@ class SampleText:
         """The same for latents of one stream, as pictures between steps are."""
         return SampleText({name: each for name, each in self.tensors.items() if not name.startswith(STREAM)})
 
-    @property
-    def shapes(self) -> dict[str, list[int]]:
-        return {name: list(tensor.shape) for name, tensor in self.tensors.items()}
-
 
 @dataclass(frozen=True)
 class Work:

@@ -244,7 +244,7 @@ class Forecaster:
         others = self.held(plan.stage, plan.num_stages) - 1
         all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_spared, end)
         before = constants + others * (all_inputs + constants)
-        front = max(0, found.front - constants - found.first_inputs) if is_first else 0
+        front = max(0, found.front - constants - found.blocks[0].inputs) if is_first else 0
         for index in self._ends_of_runs(start, end, first_spared):
             block, is_kept = found.blocks[index], index >= first_spared
             inputs = before + self._between("inputs", start, index + 1)
@@ -262,7 +262,7 @@ class Forecaster:
             yield Moment("last layers and loss", inputs, (others + 1) * all_kept, tail, gradients)
         yield Moment("optimizer step", 0, 0, int(trained * self.optimizer.step), lora)
         if picture is not None:  # while it is drawn: constants, and the inputs and the forward of one block
-            held = max(self._constants(picture, plan), picture.front - picture.first_inputs if is_first else 0)
+            held = max(self._constants(picture, plan), picture.front - picture.blocks[0].inputs if is_first else 0)
             blocks = (picture.blocks[index] for index in self._ends_of_runs(start, end, end))
             drawing = [block.inputs + block.forward for block in blocks]
             drawing += [picture.blocks[-1].outputs + picture.tail] * is_last

@@ -22,7 +22,7 @@ from ..parallel.placement import check_one_each, plan_manual, ratio
 from ..quantization.kernel_choice import device_kernels
 from ..quantization.quantize import SCHEMES, QuantizeSettings, Scheme, refusal
 from .cards import Card, able_schemes
-from .costs import ModelCosts
+from .costs import ModelCosts, latent_shape_of
 from .dry_run import UNSEEN_CARD, Kernels, SampleText, Work
 from .memory import Backend, Forecaster, Optimizer, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
@@ -214,8 +214,9 @@ class Question:
         if is_open(strategies) and (self.bounds or any(split.offloaded_blocks)):
             # A given cut asks for a split, and by its own choice only a split streams.
             strategies = tuple(each for each in strategies if not holds_copies(each))
-        is_uneven = len({*split.blocks_without_checkpointing}) > 1
-        if is_open(strategies) and (is_uneven or self.model.why_no_tokens_by_auto):
+        is_uneven, native = len({*split.blocks_without_checkpointing}) > 1, self.model.family.native
+        has_derived = native is not None and bool(native.derived_rows)  # which a later sample may not have
+        if is_open(strategies) and (is_uneven or has_derived or self.model.why_no_tokens):
             strategies = tuple(each for each in strategies if not shares_rows(each))
         # By speed in quarters of the slowest card's; equal ones may fit where those do not.
         slowest, equal = min(card.speed for card in self.cards), (1.0,) * len(self.cards)
@@ -283,7 +284,7 @@ class Question:
         """What a micro-batch computes."""
         job = self.job
         return Work(
-            latent_shape=self.model.latent_shape(self.bucket, self.frames),
+            latent_shape=latent_shape_of(self.model.info, self.model.variant, self.bucket, self.frames),
             batch_size=job.train.batch_size,
             dtype=self.dtype,
             quantize=None if scheme == "none" else QuantizeSettings(scheme, job.model.rotation),  # type: ignore[arg-type]
@@ -303,7 +304,7 @@ class Question:
         kernels = Kernels(device_kernels(first.device) if is_asked else UNSEEN_CARD)
         cost = self.model.dry_run(work, kernels)
         if self.picture is not None:
-            shape = self.model.latent_shape(self.picture[:2], self.picture[2])
+            shape = latent_shape_of(self.model.info, self.model.variant, self.picture[:2], self.picture[2])
             if prod(shape) > work.batch_size * prod(work.latent_shape):  # else a forward of training takes as much
                 text = None if work.text is None else work.text.without_streams
                 picture = self.model.dry_run(

@@ -63,7 +63,7 @@ class MadeUpCosts(ModelCosts):
 
     def dry_run(self, work: Work, kernels: Any) -> StepCost:
         block = self._blocks[work.quantize is not None]
-        return StepCost(self.names, (block,) * len(self.names), 0, 0, 0, 0, 0, 0, 0)
+        return StepCost(self.names, (block,) * len(self.names), 0, 0, 0, 0, 0, 0)
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         return [ASSUMED_FLOPS_PER_S * unit for unit in self._units]

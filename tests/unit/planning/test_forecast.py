@@ -247,7 +247,7 @@ def _block(**changes: Any) -> BlockCost:
 def _forecaster(settings: dict[str, Any] | None = None, picture: StepCost | None = None, **changes: Any) -> Forecaster:
     block = _block(**changes)
     names = tuple(f"blocks.{index}" for index in range(6))
-    cost = StepCost(names, (block,) * 6, 50, 20, 0, 0, 150, 100, 60)
+    cost = StepCost(names, (block,) * 6, 50, 20, 0, 0, 150, 60)
     return Forecaster(cost, Optimizer(state=2.0, step=1.0), **settings or {}, backend=NO_OVERHEAD, picture=picture)
 
 
@@ -316,7 +316,7 @@ def test_swapped_blocks_take_two_slots_of_the_card_and_the_rest_of_the_host():
 def test_slots_are_as_large_as_the_largest_swapped_block():
     """Blocks 1 and 3 of the first four stream, spread over all; the last two keep their activations."""
     kinds = _block(), _block(weights=3000)
-    cost = StepCost(tuple("abcdef"), (*kinds, *kinds, *kinds), 0, 0, 0, 0, 0, 0, 0)
+    cost = StepCost(tuple("abcdef"), (*kinds, *kinds, *kinds), 0, 0, 0, 0, 0, 0)
     forecaster = Forecaster(cost, Optimizer(0.0, 0.0), backend=NO_OVERHEAD)
     plan = StagePlan(0, 1, 0, 6, num_uncheckpointed=2, num_offloaded=2)
     assert forecaster.device("a", plan).streamed == 6000 and forecaster.saved_bytes(plan) == 0
@@ -338,7 +338,7 @@ def test_a_run_of_equal_blocks_is_looked_at_by_its_ends():
     for inputs, lora in ((1, 50), (50, 1), (10, 10)):
         names = tuple(map(str, range(12)))
         kinds = _block(inputs=inputs, lora=lora), _block(inputs=inputs, lora=lora, recompute=600, kept=30)
-        cost = StepCost(names, (kinds[0],) * 5 + (kinds[1],) * 7, 0, 0, 0, 0, 0, 0, 0)
+        cost = StepCost(names, (kinds[0],) * 5 + (kinds[1],) * 7, 0, 0, 0, 0, 0, 0)
         forecaster = Forecaster(cost, Optimizer(0.0, 0.0), backend=NO_OVERHEAD)
         for plan in (StagePlan(0, 1, 0, 12), StagePlan(0, 1, 3, 9, 2), StagePlan(0, 1, 2, 12, 8)):
             short = forecaster.device("a", plan).allocated
@@ -417,7 +417,7 @@ def test_a_large_picture_is_a_moment_of_its_own_and_a_small_one_is_not():
     """One block's forward at its size on every card; at home also the tail, and what comes before the blocks."""
     block = _block()
     large = replace(_block(), inputs=3000, forward=7000, constants={0: 500})
-    cost = StepCost(("b",) * 6, (large,) * 6, 0, 0, 0, 0, front=9000, first_inputs=3000, tail=20_000)
+    cost = StepCost(("b",) * 6, (large,) * 6, 0, 0, 0, 0, front=9000, tail=20_000)
     plain, drawing = _forecaster(), _forecaster(picture=cost)
     one, two = StagePlan(0, 2, 0, 3), StagePlan(1, 2, 3, 6)
     assert plain.device("x", two).moment != "sample picture" == drawing.device("x", two).moment
