@@ -281,8 +281,6 @@ class EvaluationConfig:
 
     def as_data(self, trained: DataConfig) -> DataConfig:
         """The images that are held out, cut and conditioned as those that are trained.
-
-        Raises: ValueError for references or control without a condition.
-        """
+        Raises: ValueError for references or control without a condition."""
         folder = FolderConfig(self.folder, references=self.references, control=self.control)
         return replace(trained, folders=(folder,), caption_dropout=0.0, shuffle_tags=False, tag_dropout=0.0)

@@ -132,9 +132,7 @@ def job_keys() -> Mapping[str, Key]:
 
 def make_job(values: Mapping[str, Any]) -> JobConfig:
     """Build a job from nested plain values, e.g. parsed TOML or JSON; keys of older versions count as today's.
-
-    Raises: ValueError with one line per problem, each naming its key as "section.key".
-    """
+    Raises: ValueError with one line per problem, each naming its key as "section.key"."""
     _refuse_endless(values)
     today, _ = with_todays_names(job_keys(), values)
     try:
@@ -217,9 +215,7 @@ def paths_of(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 def load_job(path: str | Path) -> JobConfig:
     """Read a TOML job. Relative paths in it are taken relative to the file's folder.
-
-    Raises: ValueError naming the file, for TOML errors and config problems alike.
-    """
+    Raises: ValueError naming the file, for TOML errors and config problems alike."""
     path = Path(path)
     try:
         values = parse_toml(read_ordinary(path, _MAX_JOB_BYTES, "a job file (TOML)"))
@@ -259,9 +255,7 @@ def save_for_process(job: JobConfig, file: Path) -> None:
 
 def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
     """ "section.key: old -> new" for every setting that differs and matters to a resumed run.
-
-    Where the run and its data lie does not: what they hold is compared besides (jobs/resume.py).
-    """
+    Where the run and its data lie does not: what they hold is compared besides (jobs/resume.py)."""
     free = {key.path for key in job_keys().values() if key.is_free}
     # Not the model: its path also leads to text encoders and VAE, and its name may decide which variant it is.
     places = [key for key in job_keys().values() if key.is_path]
@@ -300,10 +294,8 @@ _OF_A_MACHINE = {"cache.vae_device", *STOCK_FILES}
 
 def shared_settings(job: JobConfig) -> dict[str, list[Any]]:
     """What all processes of one job must request alike, by key: of a list of sections every one's value.
-
     Left out is what may differ by machine: paths, devices, and what each process decides for itself. Of paths of the
-    data it says which are given.
-    """
+    data it says which are given."""
     found: dict[str, list[Any]] = {}
     for key, _, values in _sections(job_to_dict(job)):
         section = key.section.split(".")[0]
@@ -318,9 +310,7 @@ def shared_settings(job: JobConfig) -> dict[str, list[Any]]:
 
 def _anchor_paths(values: dict[str, Any], base: Path) -> None:
     """Relative paths start at base. What is no path here is refused later, by name.
-
-    A model that ComfyUI builds may also be the name of a file in its folders, which it alone knows.
-    """
+    A model that ComfyUI builds may also be the name of a file in its folders, which it alone knows."""
     for key, _, section in _sections(values):
         may_be_name = key.path == "model.path" and section.get("family") == COMFYUI
         given = section.get(key.name)

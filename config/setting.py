@@ -110,9 +110,7 @@ def _parts(kind: Any) -> Iterator[Any]:
 
 def with_todays_names(keys: Mapping[str, Key], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A job's values under today's keys and words, and a line about each that is of an older version.
-
-    Raises: ValueError for a setting that is given under its old and its new key.
-    """
+    Raises: ValueError for a setting that is given under its old and its new key."""
     today = {name: dict(each) if isinstance(each, dict) else each for name, each in values.items()}
     lines = [line for key in keys.values() for old in key.was for line in _move(today, old, key)]
     for key in keys.values():
