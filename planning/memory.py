@@ -272,18 +272,18 @@ class Forecaster:
             yield Moment("loading", 0, 0, self.largest_layer + copies, 0, has_lora=False)
 
 
-def optimizer_bytes(name: str, lora_dtype: str, *, ema: bool = False) -> Optimizer:
+def optimizer_bytes(config: OptimizerConfig, lora_dtype: str, *, ema: bool = False) -> Optimizer:
     """What an optimizer holds per trained value; an unknown one is measured. ema: an average is kept, in float32."""
     size = getattr(torch, lora_dtype).itemsize
-    if name == "adamw":
+    if config.name == "adamw":
         found = Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
-    elif name == "adamw8bit":
+    elif config.name == "adamw8bit":
         found = Optimizer(state=2 * (1 + 4 / 256), step=0.0)  # two moments, a float32 per 256 values; one by one
     else:
         with torch.inference_mode(False), torch.enable_grad():
             parameter = nn.Parameter(torch.ones(64, 64, dtype=getattr(torch, lora_dtype)))
             parameter.grad = torch.zeros_like(parameter)
-            optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
+            optimizer = make_optimizer([parameter], config)
             optimizer.step()
             held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
         found = Optimizer(sum(value.numel() * value.element_size() for value in held) / parameter.numel(), size)

@@ -310,7 +310,8 @@ class Question:
                 picture = self.model.dry_run(
                     replace(work, latent_shape=shape, batch_size=1, text=text, has_prior=False), kernels
                 )
-        optimizer = optimizer_bytes(setting.optimizer, job.lora.dtype, ema=bool(job.train.ema_decay))
+        chosen = replace(job.optimizer, name=setting.optimizer)
+        optimizer = optimizer_bytes(chosen, job.lora.dtype, ema=bool(job.train.ema_decay))
         if self.replica is not None:
             # With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment,
             # when no activations are left.

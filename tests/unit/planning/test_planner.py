@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from devicebridge.cli.main import main
-from devicebridge.config.job import save_job
+from devicebridge.config.job import OptimizerConfig, save_job
 from devicebridge.config.model import Strategy, has_stages, holds_copies, shards_weights, shares_rows
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.checked_job import ReadJob
@@ -384,10 +384,14 @@ def test_no_cards_and_more_than_a_host_has_are_refused(text, found):
 
 
 def test_optimizer_state_is_known_or_measured():
-    assert optimizer_bytes("adamw", "float32") == Optimizer(8, 4)
-    assert optimizer_bytes("adamw", "bfloat16") == Optimizer(4, 2)
-    assert optimizer_bytes("adamw8bit", "float32").state == pytest.approx(2.03, abs=0.01)
-    assert optimizer_bytes("torch.optim.Adagrad", "float32").state == pytest.approx(4, abs=0.01)
+    assert optimizer_bytes(OptimizerConfig("adamw"), "float32") == Optimizer(8, 4)
+    assert optimizer_bytes(OptimizerConfig("adamw"), "bfloat16") == Optimizer(4, 2)
+    assert optimizer_bytes(OptimizerConfig("adamw"), "bfloat16", ema=True) == Optimizer(8, 2)
+    assert optimizer_bytes(OptimizerConfig("adamw8bit"), "float32").state == pytest.approx(2.03, abs=0.01)
+    assert optimizer_bytes(OptimizerConfig("torch.optim.Adagrad"), "float32").state == pytest.approx(4, abs=0.01)
+    optimizer = {"name": "torch.optim.SGD", "options": {"momentum": 0.9}, "allow_import": True}  # with all of it
+    question = _made_up(make_cards(80), ONES, optimizer=optimizer)
+    assert question.forecaster(question.settings()[0]).optimizer.state == 4
 
 
 def test_a_picture_has_a_bar_per_card():

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.config.job import OptimizerConfig, ScheduleConfig
-from devicebridge.planning.memory import optimizer_bytes
 from devicebridge.training.optimizer import (
     learning_rate_factor,
     make_optimizer,
@@ -63,11 +62,6 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 def test_what_is_no_optimizer_for_this_loop_is_refused_even_where_imports_are_allowed(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _make(name, allow_import=True)
-
-
-def test_the_forecast_counts_an_average() -> None:
-    plain, average = (optimizer_bytes("adamw", "bfloat16", ema=ema) for ema in (False, True))
-    assert (average.state, average.step) == (plain.state + 4, plain.step)
 
 
 def _optimizer(**values: object) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
