@@ -452,7 +452,8 @@ def _choices(question: Question) -> list[_Change]:
 def _sizes(question: Question) -> list[list[_Change]]:
     """Smaller resolutions, shorter clips or sounds, and lower ranks, the largest first."""
     job, variant, now = question.job, question.model.variant, question.job.data.largest_resolution
-    latent, sides = question.model.family.latent_of(variant), [n for n in _RESOLUTIONS if n < now]
+    own = max((n for folder in job.data.folders for n in folder.resolutions), default=0)  # which stay as they are
+    latent, sides = question.model.family.latent_of(variant), [n for n in _RESOLUTIONS if own <= n < now]
     buckets = {n: tuple(max(64, side * n // now // 64 * 64) for side in question.bucket) for n in sides}
     shortest = 1 if variant.condition == "none" else 2
     lengths = [n for n in range(question.frames - 1, shortest - 1, -1) if latent.is_length(n)]

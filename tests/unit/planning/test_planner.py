@@ -134,6 +134,8 @@ def test_a_batch_or_a_size_that_is_too_large_is_named():
     helps = _helps(_ask("24GB,24GB", (1024, 1024), **sections))
     assert "train.batch_size = 1 with train.gradient_accumulation_steps = 4" in helps
     assert any(each.startswith("data.resolutions = [") for each in helps)
+    sections["data"] = {"resolutions": [512], "folders": [{"path": "x", "resolutions": [1024]}]}  # which has its own
+    assert not any(each.startswith("data.resolutions") for each in _helps(_ask("24GB,24GB", (1024, 1024), **sections)))
 
 
 def test_auto_takes_the_fastest_scheme_and_the_users_choice_stays():
@@ -389,8 +391,7 @@ def test_optimizer_state_is_known_or_measured():
     assert optimizer_bytes(OptimizerConfig("adamw"), "bfloat16", ema=True) == Optimizer(8, 2)
     assert optimizer_bytes(OptimizerConfig("adamw8bit"), "float32").state == pytest.approx(2.03, abs=0.01)
     assert optimizer_bytes(OptimizerConfig("torch.optim.Adagrad"), "float32").state == pytest.approx(4, abs=0.01)
-    optimizer = {"name": "torch.optim.SGD", "options": {"momentum": 0.9}, "allow_import": True}  # with all of it
-    question = _made_up(make_cards(80), ONES, optimizer=optimizer)
+    question = _made_up(make_cards(80), ONES, optimizer={"name": "torch.optim.SGD", "options": {"momentum": 0.9}})
     assert question.forecaster(question.settings()[0]).optimizer.state == 4
 
 
