@@ -266,12 +266,11 @@ def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
     if "int8-compute" not in (old.model.quantize, new.model.quantize):  # nothing else is rotated
         free.add("model.rotation")
     before, after = _settings_of(old, free), _settings_of(new, free)
-    names = sorted(name for name in before | after if before.get(name, _NOTHING) != after.get(name, _NOTHING))
-    shown = [tuple(repr(each[name]) if name in each else "nothing" for each in (before, after)) for name in names]
-    return [f"{name}: {was} -> {now}" for name, (was, now) in zip(names, shown, strict=True)]
-
-
-_NOTHING = object()  # in the place of a setting of a section that is not there
+    shown = [
+        (name, *(repr(each[name]) if name in each else "nothing" for each in (before, after)))
+        for name in sorted(before | after)
+    ]
+    return [f"{name}: {was} -> {now}" for name, was, now in shown if was != now]
 
 
 def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
