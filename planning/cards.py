@@ -120,14 +120,10 @@ def kind_called(name: str) -> CardKind | None:
 
 @dataclass(frozen=True)
 class Card:
-    """One device to plan for, whether it exists here or not.
-
-    Args:
-        usable_bytes: for tensors, the allocator's losses and a context that does not exist yet.
-        speed: relative to the others. measured_flops_per_s: of a training; 0 where that was not measured.
-        refuses: schemes that it cannot multiply in. has_context: whether CUDA has started on it.
-        kind: its model, if known. is_assumed: whether that is a guess from its memory.
-    """
+    """One device to plan for, whether it exists here or not. usable_bytes: for tensors, the allocator's losses and a
+    context that does not exist yet. speed: relative to the others. refuses: schemes that it cannot multiply in.
+    has_context: whether CUDA has started on it. kind: its model, if known. is_assumed: whether that is a guess from its
+    memory. measured_flops_per_s: of a training; 0 where that was not measured."""
 
     device: torch.device
     total_bytes: int

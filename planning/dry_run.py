@@ -345,12 +345,8 @@ class _AsOnCards(TorchFunctionMode):
     """Leads attention and norms on meta to what cards run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is F.rms_norm:
-            return _rms_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+        on_card: Mapping[Any, Any] = {F.scaled_dot_product_attention: _attention, F.rms_norm: _rms_norm}
+        return on_card.get(func, func)(*args, **(kwargs or {}))
 
 
 def _attention(

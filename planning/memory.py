@@ -115,14 +115,9 @@ class DeviceForecast(StagePlan, Moment):
 
 @dataclass(frozen=True)
 class Forecaster:
-    """Adds up for any cut of one model.
-
-    Args:
-        strategy: of one copy of the model.
-        offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
-        largest_layer: bytes of the widest one that is rounded on load, 0 for none.
-        picture: what a step of one sample picture costs, where its forward takes more than training's.
-    """
+    """Adds up for any cut of one model. strategy: of one copy of it. offload_from: inputs of recomputed blocks of at
+    least so many bytes are in host memory; None for none. largest_layer: bytes of the widest one that is rounded on
+    load, 0 for none. picture: what a step of one sample picture costs, where its forward takes more than training's."""
 
     cost: StepCost
     optimizer: Optimizer

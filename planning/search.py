@@ -44,14 +44,9 @@ _SECONDS = (480, 240, 120, 60, 30, 15)
 
 
 class Terms(NamedTuple):
-    """What a cut has to keep to.
-
-    Args:
-        most: share of a card that may be needed; inf where the user vouches for what does not fit.
-        blocks: where the user has not said: some spare activation checkpointing where there is room, or as many as
-            needed, or all, stream from host memory.
-        least: what a cut is to have least of.
-    """
+    """What a cut has to keep to. most: share of a card that may be needed; inf where the user vouches for what does not
+    fit. blocks: where the user has not said: some spare activation checkpointing where there is room, or as many as
+    needed, or all, stream from host memory. least: what a cut is to have least of."""
 
     most: float
     blocks: Literal["plain", "spares", "needed", "all"] = "plain"

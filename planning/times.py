@@ -200,15 +200,11 @@ class StepSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways of one MODEL on several cards.
-
-    Args:
-        block_shares: of the blocks, that each card has. tensor_shares: of every block; () if it cannot be divided.
-        can_overlap: whether forwards may follow each other through the cards. crossings: of the stream, per forward.
-        token_shares: relative ones of the rows; () if the class, the cards or the settings do not allow it.
-        can_deal: whether each card may compute whole forwards where there are enough of them.
-        groups: of heads, in which keys and values travel.
-    """
+    """The ways of one MODEL on several cards. block_shares: of the blocks, that each card has. tensor_shares: of every
+    block; () if it cannot be divided. can_overlap: whether forwards may follow each other through the cards. crossings:
+    of the stream, per forward. token_shares: relative ones of the rows; () if the class, the cards or the settings do
+    not allow it. can_deal: whether each card may compute whole forwards where there are enough of them. groups: of
+    heads, in which keys and values travel."""
 
     work: ForwardWork
     machine: MachineSpeed
