@@ -10,7 +10,7 @@ import pytest
 from devicebridge.cli import doctor
 from devicebridge.headless import server
 from devicebridge.planning import cards as machine_module
-from devicebridge.system.versions import TESTED, TestedRange
+from devicebridge.system.versions import TESTED, VersionRange
 from devicebridge.tests.emulated import CARDS, emulated_cards
 
 SPLIT = "Split Model Across GPUs (sampling in ComfyUI)"
@@ -35,7 +35,7 @@ def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_versions_are_compared_by_the_parts_named(first: str, last: str, version: str, is_covered: bool) -> None:
-    assert TestedRange(first, last, "").covers(version) is is_covered
+    assert VersionRange(first, last, "").covers(version) is is_covered
 
 
 def test_facts_are_plain_and_the_report_shows_them() -> None:
