@@ -161,7 +161,7 @@ def _places() -> Iterator[Path]:
     if ROOT.parent.name == "custom_nodes":
         yield ROOT.parent.parent
     with contextlib.suppress(RuntimeError, ValueError, LookupError, TypeError):
-        command = [find_comfy_cli(), "--skip-prompt", "--json", "which"]
+        command = [str(find_comfy_cli()), "--skip-prompt", "--json", "which"]
         answer = processes.run(command, timeout_s=60, environment=QUIET)
         if place := json.loads(answer or "")["data"]["workspace_path"]:  # else it would be the folder we are in
             yield Path(place)
