@@ -30,8 +30,9 @@ from .quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Attaches an adapter in place; training passes its own, so that this file needs nothing below it.
-AttachAdapter = Callable[[nn.Module], object]
+    from .training.adapter import LoraHandle
+
+AttachAdapter = Callable[[nn.Module], "LoraHandle"]  # in place
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Assembled:
 
     model: nn.Module
     split: BlockSplit
-    adapter: object
+    adapter: LoraHandle
     quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
     weight_offload: WeightOffload | None = None
@@ -153,7 +154,7 @@ def assemble_sharded(
     device = plan.placement.main_device
     model = load_sharded(info, mesh, device, plan.dtype, plan.quantize)
 
-    def attach(model: nn.Module) -> object:
+    def attach(model: nn.Module) -> LoraHandle:
         with whole_shapes(model):
             return attach_adapter(model)
 

@@ -426,7 +426,7 @@ def _ours(
         assembled = assemble_sharded(info, plan, attach, mesh)
     else:
         assembled = assemble_for_training(info, plan, attach)
-    model, parameters = assembled.model, list(assembled.adapter.parameters().values())  # type: ignore[attr-defined]
+    model, parameters = assembled.model, list(assembled.adapter.parameters().values())
     runner: Any = Runner(model, device)
     of = _num_samples(mode, options, ranks)
     if not mode.startswith("alone"):

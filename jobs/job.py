@@ -283,9 +283,9 @@ def build_trainer(
     assembled = _assemble(plan, ranks, cleanup)
     if (report := assembled.quantized) is not None:
         events.emit("quantized", summary=report.summary())
-    lora = _lora_of(assembled)
+    lora = assembled.adapter
     for each in assembled.parts if plan.start else ():
-        _lora_of(each).start_from(plan.start, job.lora.strength)
+        each.adapter.start_from(plan.start, job.lora.strength)
     compiled = assembled.all_compiled  # on all ranks or on none: all compare their blocks before the first step
     if ranks.any(not compiled):
         remove_compiled(compiled)
@@ -399,11 +399,6 @@ def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = No
 
 def _replicas_of(assembled: Assembled) -> list[Replica]:
     return [
-        Replica(each.model, each.split.main_device, tuple(_lora_of(each).parameters().values()))
+        Replica(each.model, each.split.main_device, tuple(each.adapter.parameters().values()))
         for each in assembled.parts
     ]
-
-
-def _lora_of(assembled: Assembled) -> LoraHandle:
-    assert isinstance(assembled.adapter, LoraHandle)
-    return assembled.adapter
