@@ -93,13 +93,12 @@ def _ai_toolkit(made: Made, values: Any) -> None:
             if steps := made.values.get(key):
                 made.values[key] = math.ceil(steps / count)
     if made.values.get("lora.kind") == "lokr" and made.own.get("full_rank", True):
-        made.values["lora.rank"] = 1024
-        made.values["lora.alpha"] = 1024.0
+        made.values |= {"lora.rank": 1024, "lora.alpha": 1024.0}
     if made.values.get("optimizer.name") == "prodigy" and (made.values.get("optimizer.learning_rate") or 0) < 0.1:
         made.values["optimizer.learning_rate"] = 1.0  # as theirs does
     if name := values["config"].get("name"):
-        made.values["output.name"] = name
-        made.values["output.folder"] = f"{made.values.get('output.folder') or 'output'}/{name}"
+        folder = made.values.get("output.folder") or "output"
+        made.values |= {"output.name": name, "output.folder": f"{folder}/{name}"}
     if (word := made.values.get("data.trigger_word")) and (prompts := made.values.get("samples.prompts")):
         made.values["samples.prompts"] = [each.replace("[trigger]", word) for each in prompts]
 
@@ -237,8 +236,7 @@ def _simple_tuner(made: Made, values: Any) -> None:
         whole["resolution"] = whole["resolution"] or 1024  # as theirs
     if size := made.own.get("sample_size"):
         sides = [int(each) for each in str(size).lower().split("x")]
-        made.values["samples.width"] = sides[0]
-        made.values["samples.height"] = sides[-1]
+        made.values |= {"samples.width": sides[0], "samples.height": sides[-1]}
     for each in backends:
         if each.get("dataset_type", "image") not in ("image", "video") or each.get("disabled"):
             continue
@@ -302,8 +300,7 @@ def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
             if value:
                 made.leave(name, value, "flow models have no weights by noise level")
     elif gamma:
-        made.values["objective.loss_weighting"] = "min_snr"
-        made.values["objective.min_snr_gamma"] = float(gamma)
+        made.values |= {"objective.loss_weighting": "min_snr", "objective.min_snr_gamma": float(gamma)}
     if own.get("no_samples"):
         made.values = {key: value for key, value in made.values.items() if not key.startswith("samples.")}
     _check(made)
