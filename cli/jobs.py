@@ -46,25 +46,25 @@ def train(options: argparse.Namespace) -> int:
     if job.model.second_expert:
         return _train_pair(options, job)
     with stop_on_signal() as stop:
-        try:
-            return _train(options, job, None, stop)
-        except Stopped as stopped:
-            say(f"{stopped}: devicebridge train {options.job}")
-            return STOPPED
+        return _train(options, job, None, stop)
 
 
 def _train(
     options: argparse.Namespace, job: JobConfig, place: RankPlace | None, should_stop: Callable[[], bool]
 ) -> int:
-    """Train in this process, of several where it has a place, and say how that ended; returns the exit code.
-    Raises: Stopped before anything is trained."""
+    """Train in this process, of several where it has a place, and say how that ended; returns the exit code."""
     is_first = place is None or place.rank == 0
     if not is_first:
         logging.getLogger().setLevel(logging.ERROR)  # the first one's warnings are the others', too
     listener = Terminal() if is_first else None
     with open_ranks(job, place, should_stop) if place else nullcontext(ALONE.stopped_by(should_stop)) as ranks:
         resume = options.resume or ranks.place.num_restarts > 0
-        job = encoded(job, listener, ranks)
+        try:
+            job = encoded(job, listener, ranks)
+        except Stopped as stopped:  # ranks part as after a training
+            if place is None:
+                say(f"{stopped}: devicebridge train {options.job}")
+            return STOPPED
         with prepared(job) as info:
             known = {"info": info, "host_share": options.host_share, "ranks": ranks}
             result = run_job(job, resume=resume, on_event=listener, should_stop=should_stop, **known)

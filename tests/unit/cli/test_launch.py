@@ -2,11 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from devicebridge.cli import jobs
 from devicebridge.cli.jobs import again
 from devicebridge.cli.launch import as_rank, torchrun_command
 from devicebridge.config.model import ParallelConfig
@@ -28,12 +28,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
 def _exit_code(rank: int, error: Exception) -> int:
     """With which a rank of two ends whose training raises this."""
 
-    def train(should_stop: Callable[[], bool]) -> int:
-        raise error
-
     with mock.patch.object(os, "_exit", side_effect=SystemExit) as ended:
         try:
-            return as_rank(RankPlace(rank, 2, rank, 2), train)
+            return as_rank(RankPlace(rank, 2, rank, 2), mock.Mock(side_effect=error))
         except SystemExit:
             return int(ended.call_args.args[0])
 
@@ -44,6 +41,12 @@ def test_a_rank_that_is_stopped_before_all_have_come_is_no_failure(rank, launch,
     assert _exit_code(rank, Stopped("stopped before all had begun")) == 0
     assert launch.code() == (0 if rank else STOPPED)
     assert ("stopped before all had begun" in capsys.readouterr().out) == (rank == 0)
+
+
+def test_ranks_that_are_stopped_while_they_encode_part_in_order() -> None:
+    with mock.patch.multiple(jobs, open_ranks=mock.DEFAULT, encoded=mock.Mock(side_effect=Stopped)) as ranks:
+        assert jobs._train(argparse.Namespace(resume=True), mock.Mock(), RankPlace(0, 2, 0, 2), bool) == STOPPED
+    ranks["open_ranks"]().__exit__.assert_called_once_with(None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,7 @@ def _job_file(folder: Path, **sections: Any) -> Path:
     ("sections", "message"),
     [
         ({}, 'model.family = "comfyui" asks for a model that ComfyUI\'s own code trains, but no ComfyUI was found'),
-        (
-            {"model": {"path": "flux2"}, "cache": STOCK},
-            "cache.stock_clip and stock_vae name encoders that only ComfyUI loads, but no ComfyUI was found",
-        ),
+        ({"model": {"path": "flux2"}, "cache": STOCK}, "encoders that only ComfyUI loads, but no ComfyUI was found"),
     ],
 )
 def test_without_a_comfyui_the_job_is_refused_before_anything_is_read(
