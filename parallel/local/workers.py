@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 import threading
 import weakref
 from collections import deque
@@ -169,26 +168,42 @@ class ThreadPool:
     """As many threads as there are tasks at once; they end when this is collected."""
 
     def __init__(self) -> None:
-        self._idle = _Idle()
-        weakref.finalize(self, self._idle.dismiss).atexit = False
+        # Of threads that have nothing to do, the last one to have become idle at the end. Without locks: the collector
+        # may come in the middle of anything that Python does.
+        self.idle: deque[Tasks] = deque()
+
+    def __del__(self) -> None:
+        for tasks in self.idle:
+            tasks.put(None)
 
     def task(self, name: str, work: Callable[..., None], *args: Any) -> Task:
-        """work(*args) for one of the threads, in the context of the thread that asks; not begun."""
-        return Task(name, partial(contextvars.copy_context().run, work, *args), self._idle)
+        """work(*args), which raises nothing, for one of the threads, in the context of the thread that asks; not
+        begun."""
+        return Task(name, partial(contextvars.copy_context().run, work, *args), self)
+
+    def give(self, task: Task) -> None:
+        try:
+            tasks = self.idle.pop()
+        except IndexError:
+            tasks = SimpleQueue()
+            tasks.put(task)  # first: an interrupt may come in between
+            threading.Thread(target=_serve, args=(tasks, weakref.ref(self)), name=_IDLE, daemon=True).start()
+            return
+        tasks.put(task)
 
 
 class Task:
     """Work for a thread, to be started once; as a threading.Thread is."""
 
-    def __init__(self, name: str, call: Callable[[], None], idle: _Idle) -> None:
+    def __init__(self, name: str, call: Callable[[], None], pool: ThreadPool) -> None:
         self.is_started = False
-        self._name, self._call, self._idle = name, call, idle
+        self._name, self._call, self._pool = name, call, pool
         self._owner: dict[str, str] = {}  # who came first: a thread to do it, or who withdraws it
         self.done = threading.Event()
 
     def start(self) -> None:
         """Raises: RuntimeError if no thread can be had. Whether a thread has it after any error, withdraw tells."""
-        self._idle.give(self)
+        self._pool.give(self)
         self.is_started = True
 
     def withdraw(self) -> bool:
@@ -204,49 +219,19 @@ class Task:
     def run(self) -> None:
         """In this thread."""
         threading.current_thread().name = self._name
-        try:
-            if self._owner.setdefault("it", "begun") == "begun":
-                self._call()
-        except BaseException:  # as threading.Thread does
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-        finally:
-            del self._call
+        if self._owner.setdefault("it", "begun") == "begun":
+            self._call()
+        threading.current_thread().name = _IDLE
+        del self._call, self._pool
 
 
-class _Idle:
-    """The threads of a pool that have nothing to do, the last one to have become idle at the end. Without locks: the
-    collector may dismiss them in the middle of anything that Python does."""
-
-    def __init__(self) -> None:
-        self._queues: deque[Tasks] = deque()
-        self._is_dismissed = False
-
-    def give(self, task: Task) -> None:
-        try:
-            tasks = self._queues.pop()
-        except IndexError:
-            tasks = SimpleQueue()
-            tasks.put(task)  # first: an interrupt may come in between
-            threading.Thread(target=_serve, args=(tasks, self), name=_IDLE, daemon=True).start()
-            return
-        tasks.put(task)
-
-    def take_back(self, tasks: Tasks) -> None:
-        self._queues.append(tasks)
-        if self._is_dismissed:
-            self.dismiss()
-
-    def dismiss(self) -> None:
-        self._is_dismissed = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self._queues.pop().put(None)
-
-
-def _serve(tasks: Tasks, idle: _Idle) -> None:
+def _serve(tasks: Tasks, find_pool: weakref.ref[ThreadPool]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        threading.current_thread().name = _IDLE
-        idle.take_back(tasks)
+        if (pool := find_pool()) is None:
+            tasks.put(None)
+        else:
+            pool.idle.append(tasks)
+        del pool  # which may be collected here
         task.done.set()  # the thread holds nothing of it any more
         del task

@@ -115,14 +115,14 @@ def test_threads_end_with_their_crew_even_one_that_is_at_work():
 def test_after_an_interrupt_a_task_that_has_begun_is_waited_for(monkeypatch):
     """It may come right after it was handed over."""
     pool, seen, has_begun, go = ThreadPool(), [], threading.Event(), threading.Event()
-    give = type(pool._idle).give
+    give = ThreadPool.give
 
     def interrupted(self, task):
         give(self, task)
         has_begun.wait(10)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(pool._idle), "give", interrupted)
+    monkeypatch.setattr(ThreadPool, "give", interrupted)
     task = pool.task("some-work", lambda: (has_begun.set(), go.wait(10), seen.append(1)))
     with pytest.raises(KeyboardInterrupt):
         task.start()
