@@ -49,7 +49,7 @@ from devicebridge.parallel.devices import synchronize  # noqa: E402
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload.activations import ActivationOffload  # noqa: E402
-from devicebridge.parallel.placement import Placement, block_names, estimate_block_flops, plan_placement  # noqa: E402
+from devicebridge.parallel.placement import Placement, block_flops, block_names, blocks_with_lists, plan_placement  # noqa: E402
 from devicebridge.parallel.runner import Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
@@ -146,7 +146,7 @@ def cut_by_time(config: dict[str, Any], subject: Subject, devices: Sequence[torc
     model = make_empty(config, family)
     names = block_names(model, family)
     tokens = int(_cells(subject) * family.latent_of(variant).num_tokens_per_cell)
-    cost = estimate_block_flops(model, family, tokens, NUM_TEXT_TOKENS)
+    cost = [block_flops(*each, tokens, NUM_TEXT_TOKENS) for each in blocks_with_lists(model, family)]
     return replace(plan_placement(names, devices, block_cost=cost), tail=tuple(family.tail))
 
 

@@ -28,7 +28,7 @@ from ..encoding.text_place import check_text_device
 from ..encoding.vae import check_vae
 from ..families.spec import Variant
 from ..parallel.devices import CPU, find_device
-from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
+from ..parallel.placement import check_kept_and_offloaded
 from ..quantization.quantize import NOTHING_STORED, refusal
 from ..runs.store import NO_RUNS
 from ..sampling.draw import make_drawing
@@ -59,8 +59,7 @@ def check_tools(plan: JobPlan) -> None:
     Raises: ValueError or RuntimeError as those parts would, hours later."""
     job, placement = plan.job, plan.placement
     kept, offloaded = plan.execution.kept_blocks, plan.execution.offloaded_blocks  # of several ranks this one's
-    check_kept_blocks(kept, placement)
-    check_offloaded_blocks(offloaded, kept, placement)
+    check_kept_and_offloaded(kept, offloaded, placement)
     if plan.execution.offloads and all(device == CPU for device in placement.used_devices):
         raise ValueError('train.offload_activations = "on" needs a GPU, and the model is on the CPU; set it to "off"')
     make_optimizer([nn.Parameter(torch.zeros(1))], job.optimizer)

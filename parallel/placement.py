@@ -114,28 +114,23 @@ def check_one_each(name: str, values: Sequence[object], devices: Sequence[object
         )
 
 
-def check_kept_blocks(kept_blocks: Sequence[int], placement: Placement) -> None:
-    """Raises: ValueError for blocks that shall keep their activations and that the devices do not have."""
-    check_one_each("split.blocks_without_checkpointing", kept_blocks, placement.used_devices)
-    for device, count in zip(placement.used_devices, kept_blocks, strict=False):
-        if not 0 <= count <= (there := placement.num_blocks_on(device)):
+def check_kept_and_offloaded(kept_blocks: Sequence[int], offloaded_blocks: Sequence[int], placement: Placement) -> None:
+    """Raises: ValueError for blocks that shall keep their activations, or stream from host memory, and that the devices
+    do not have, or not so."""
+    devices, none = placement.used_devices, (0,) * len(placement.used_devices)
+    check_one_each("split.blocks_without_checkpointing", kept_blocks, devices)
+    check_one_each("split.offloaded_blocks", offloaded_blocks, devices)
+    for device, kept, count in zip(devices, kept_blocks or none, offloaded_blocks or none, strict=True):
+        if not 0 <= kept <= (there := placement.num_blocks_on(device)):
             raise ValueError(
-                f"split.blocks_without_checkpointing asks {count} blocks of {device} to keep their activations, "
+                f"split.blocks_without_checkpointing asks {kept} blocks of {device} to keep their activations, "
                 f"it has {there}; give a number up to that, or leave the setting out"
             )
-
-
-def check_offloaded_blocks(offloaded_blocks: Sequence[int], kept_blocks: Sequence[int], placement: Placement) -> None:
-    """Raises: ValueError for blocks that shall stream from host memory and that the devices do not have, or not so."""
-    devices = placement.used_devices
-    check_one_each("split.offloaded_blocks", offloaded_blocks, devices)
-    for device, count, kept in zip(devices, offloaded_blocks, kept_blocks or (0,) * len(devices), strict=False):
-        there = placement.num_blocks_on(device) - kept
         if count and device.type == "cpu":
             raise ValueError(
                 "split.offloaded_blocks asks for blocks of the CPU, whose weights are in host memory anyway"
             )
-        if not 0 <= count <= there:
+        if not 0 <= count <= (there := there - kept):
             raise ValueError(
                 f"split.offloaded_blocks asks {count} blocks of {device} to stream from host memory, it has {there} "
                 "that do not keep their activations; lower the number, or leave the setting out"
@@ -278,7 +273,7 @@ def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tupl
     """Which of a device's blocks stream from host memory, as indices: spread evenly over those that do not keep their
     activations, as the last num_kept do. [num_offloaded]"""
     candidates = num_blocks - num_kept
-    assert 0 <= num_offloaded <= candidates, "check_offloaded_blocks refuses others"
+    assert 0 <= num_offloaded <= candidates, "check_kept_and_offloaded refuses others"
     return tuple((2 * index + 1) * candidates // (2 * num_offloaded) for index in range(num_offloaded))
 
 
@@ -296,19 +291,9 @@ def place_offloaded(
 
 def parameter_bytes(model: nn.Module, blocks: Sequence[str], element_size: int) -> tuple[list[int], int]:
     """Bytes of each block and of everything else if every parameter took element_size bytes. Works on meta tensors."""
-    sizes = [_numel(model.get_submodule(name)) * element_size for name in blocks]
-    return sizes, _numel(model) * element_size - sum(sizes)
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def estimate_block_flops(
-    model: nn.Module, family: ModelFamily, num_image_tokens: int, num_text_tokens: int
-) -> list[float]:
-    """Floating-point operations of one forward of each block, in execution order, batch 1. Works on meta tensors."""
-    return [block_flops(*each, num_image_tokens, num_text_tokens) for each in blocks_with_lists(model, family)]
+    modules = (*map(model.get_submodule, blocks), model)
+    *sizes, whole = (element_size * sum(each.numel() for each in module.parameters()) for module in modules)
+    return sizes, whole - sum(sizes)
 
 
 def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Module, BlockList]]:
@@ -324,7 +309,8 @@ def native_list(layout: NativeModel) -> BlockList:
 
 
 def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
-    """Of one forward: 2 * weights * tokens for linears and convolutions, 4 S² D for attention over all tokens."""
+    """Floating-point operations of one forward, batch 1: 2 * weights * tokens for linears and convolutions, 4 S² D for
+    attention over all tokens. Works on meta tensors."""
     layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
     return 4.0 * (num_image_tokens + num_text_tokens) ** 2 * attention_width(block, block_list) + sum(layers.values())
 

@@ -25,7 +25,7 @@ from ..parallel.local.collectives import Collective
 from ..parallel.local.tokens import OneDeviceError, Rows, TokenParallel
 from ..parallel.offload.recompute import BlockCall, HandOut, module_of
 from ..parallel.offload.weights import host_bytes_of
-from ..parallel.placement import block_names, blocks_with_lists, estimate_block_flops
+from ..parallel.placement import block_flops, block_names, blocks_with_lists
 from ..patches.hooks import tensors_reached
 from .dry_run import (
     META,
@@ -115,7 +115,8 @@ class ModelCosts:
         """Operations of each block's forward for one sample. [num_blocks]"""
         key = "flops", bucket, frames
         if key not in self._known:
-            self._known[key] = estimate_block_flops(self._model, self.family, *self._num_tokens(bucket, frames))
+            blocks, counts = blocks_with_lists(self._model, self.family), self._num_tokens(bucket, frames)
+            self._known[key] = [block_flops(*each, *counts) for each in blocks]
         return self._known[key]
 
     @functools.cached_property

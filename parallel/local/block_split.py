@@ -82,7 +82,7 @@ class BlockSplit:
     def offload_inputs(self, *, min_bytes: int = MIN_BYTES) -> None:
         """Let what recomputed blocks keep wait in host memory, from the next forward on; see activations.py."""
         self.stop_offload()
-        self.offload = ActivationOffload(min_bytes=min_bytes)
+        self.offload = ActivationOffload(self.bridge.devices, min_bytes=min_bytes)
 
     def stop_offload(self) -> None:
         if self.offload is not None:
@@ -91,7 +91,7 @@ class BlockSplit:
 
     def keep_activations(self, num_blocks: Sequence[int]) -> None:
         """Let checkpoint recompute all but the last blocks of each device, whose memory its backward frees first.
-        num_blocks: as check_kept_blocks allows; () keeps none. [num_devices]"""
+        num_blocks: as check_kept_and_offloaded allows; () keeps none. [num_devices]"""
         kept: list[str] = []
         for device, count in zip(self.bridge.devices, num_blocks, strict=bool(num_blocks)):
             names = [name for name, place in self.placement.items() if place == device]

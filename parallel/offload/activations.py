@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -25,11 +24,9 @@ NUM_WAITING = 2  # blocks whose tensors are on a card besides those of the block
 class ActivationOffload:
     """A store for the inputs of one split model's recomputed blocks; see recompute.py."""
 
-    def __init__(self, *, min_bytes: int = MIN_BYTES) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, min_bytes: int = MIN_BYTES) -> None:
         self._min_bytes = min_bytes
-        self._devices: dict[torch.device, _Device] = {}
-        self._making = threading.Lock()
-        self._is_closed = False
+        self._devices = {device: _Device(device) for device in devices}
 
     def keep(
         self, tensors: Sequence[torch.Tensor], device: torch.device
@@ -38,19 +35,12 @@ class ActivationOffload:
         inputs = [_Input(tensor) if self._may_leave(tensor, device) else None for tensor in tensors]
         if not any(inputs):
             return None, tensors
-        with self._making:
-            if device not in self._devices:
-                self._devices[device] = _Device(device)
-                if self._is_closed:
-                    self._devices[device].pool.close()
-            on_device = self._devices[device]
-        handle = Handle(inputs, on_device)
-        on_device.queue(handle)
+        handle = Handle(inputs, self._devices[device])
+        self._devices[device].queue(handle)
         return handle, [tensor for tensor, each in zip(tensors, inputs, strict=True) if each is None]
 
     def close(self) -> None:
         """Free the host memory, what is in use as soon as it is not; later buffers are not kept either."""
-        self._is_closed = True
         for device in self._devices.values():
             device.pool.close()
 
@@ -75,10 +65,8 @@ class Handle:
     """What one call of a block was given: on its card, on the way, or in host memory."""
 
     def __init__(self, inputs: list[_Input | None], device: _Device) -> None:
-        self._inputs = inputs
-        self._device = device
-        self._computing = device.streams.computing()
-        self._ready = device.streams.now()
+        self._inputs, self._device = inputs, device
+        self._computing, self._ready = device.streams.computing(), device.streams.now()
         self._before: weakref.ref[Handle] | None = None
 
     def fetch(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -130,14 +118,13 @@ class Handle:
 
     def _bring_back(self) -> None:
         for each in self._inputs:
-            if each is None or each.card is not None:
-                continue
-            assert each.host is not None
-            streams = self._device.streams
-            tensor = torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self._device.device)
-            flat, now = _flat(tensor), streams.now()  # until then its memory may be in use
-            each.host.used = streams.copy(flat, _elements(each.host, flat), now, each.host.used)
-            each.arrive(tensor)
+            if each is not None and each.card is None:
+                assert each.host is not None
+                streams = self._device.streams
+                tensor = torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self._device.device)
+                flat, now = _flat(tensor), streams.now()  # until then its memory may be in use
+                each.host.used = streams.copy(flat, _elements(each.host, flat), now, each.host.used)
+                each.arrive(tensor)
 
     def _let_go(self) -> None:
         """Give everything away; the computing stream waits for copies from and to the card's memory. autograd runs a
@@ -187,8 +174,7 @@ class _Device:
     """Streams, host memory, and the handles that have something on the card and no copy or an unfinished one."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.streams = CopyStreams(device)
+        self.device, self.streams = device, CopyStreams(device)
         self.pool = BufferPool(functools.partial(_make_buffer, device=device))
         self._queued: list[weakref.ref[Handle]] = []
 

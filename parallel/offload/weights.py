@@ -40,12 +40,10 @@ class WeightOffload:
         self.places = dict(places)
         self._model: nn.Module | None = None
         self._blocks: dict[str, _Block] = {}
-        self._waiting: dict[str, set[str]] = {}
-        self._on_host: set[int] = set()
-        self._owns_host = True
-        self._can_pin = True
-        self._hooks = HookSet()
-        self._devices: list[_Device] = []
+        self._waiting: dict[str, set[str]] = {}  # layers that are still to be filled, by block
+        self._on_host: set[int] = set()  # ids of parameters
+        self._owns_host, self._can_pin = True, True
+        self._hooks, self._devices = HookSet(), list[_Device]()
 
     @property
     def num_copies(self) -> int:
@@ -160,13 +158,13 @@ class _Device:
     """The offloaded blocks of one device, in execution order, and its slots."""
 
     def __init__(self, device: torch.device, blocks: Sequence[_Block]) -> None:
-        self.blocks = list(blocks)
-        size = max(block.host.num_bytes for block in blocks)
-        self.slots = Slots([block.weights for block in blocks], size, device)
+        self.blocks = blocks
+        self.slots = Slots([block.weights for block in blocks], max(each.host.num_bytes for each in blocks), device)
 
     def before(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_backward = is_recomputing()
-        if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
+        given = (*block.parameters(), *tensors_reached((args, kwargs))) if torch.is_grad_enabled() else ()
+        if not is_backward and any(tensor.requires_grad for tensor in given):
             raise RuntimeError(
                 f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
                 "BlockSplit.checkpoint; its weights would be gone at the backward. Enable gradient checkpointing with "
@@ -185,10 +183,6 @@ class _Device:
         if 0 <= ahead < len(self.blocks) and self.slots.find(ahead) is None:
             other = next(each for each in self.slots.slots if each is not slot)
             self.slots.load(other, ahead, self.blocks[ahead].host.tensor)
-
-
-def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(tensor.requires_grad for tensor in (*block.parameters(), *tensors_reached((args, kwargs))))
 
 
 def host_bytes_of(block: nn.Module) -> int:

@@ -55,7 +55,7 @@ def train(device, store, shape, *, is_heavy):
 def test_gradients_are_bitwise_those_without_and_the_peak_is_lower(is_heavy):
     """Light kernels let copies lag behind, so that whatever is freed too early is overwritten."""
     device, shape = torch.device("cuda", 0), (1, 4096, 1024)
-    store = ActivationOffload()
+    store = ActivationOffload([torch.device("cuda", 0)])
     found, peaks = {}, {}
     torch.cuda.init()
     for name, each in (("plain", None), ("offloaded", store)):
@@ -77,7 +77,8 @@ def test_gradients_are_bitwise_those_without_and_the_peak_is_lower(is_heavy):
 
 
 def test_buffers_are_pinned():
-    store, device = ActivationOffload(), torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
+    store = ActivationOffload([device])
     kept = [store.keep([torch.ones(2**19, device=device)], device)[0] for _ in range(4)]
     (pool,) = (each.pool for each in store._devices.values())
     assert all(buffer.is_pinned for buffer in pool._all) and len(pool._all) == 3

@@ -85,7 +85,7 @@ def _out_and_back(machine):
 def test_a_forward_and_backward_copies_the_stream_and_never_what_blocks_share(num_blocks):
     """When the backward begins the last two blocks' inputs are on the card: one was not sent, one is there yet."""
     with emulated_cards(1) as machine:
-        blocks, store = _blocks(num_blocks), ActivationOffload(min_bytes=1)
+        blocks, store = _blocks(num_blocks), ActivationOffload([HOME], min_bytes=1)
         for _ in range(2):
             inputs = _inputs()
             machine.copies.clear()
@@ -97,7 +97,7 @@ def test_a_forward_and_backward_copies_the_stream_and_never_what_blocks_share(nu
 def test_micro_batches_in_flight_push_each_other_out():
     """All forwards first: of all blocks of all micro-batches only the very last input is never sent."""
     with emulated_cards(1) as machine:
-        blocks, store = _blocks(5), ActivationOffload(min_bytes=1)
+        blocks, store = _blocks(5), ActivationOffload([HOME], min_bytes=1)
         batches = [_inputs() for _ in range(4)]
         machine.copies.clear()
         losses = [_forward(blocks, store, inputs) for inputs in batches]
@@ -123,7 +123,7 @@ def test_a_model_of_every_device_sends_its_hidden_states_only():
 def test_the_card_holds_as_many_inputs_as_promised():
     """In a forward the block's own and two more; in a backward its own and the next to come."""
     with emulated_cards(1):
-        blocks, store, held = _blocks(8), ActivationOffload(min_bytes=1), []
+        blocks, store, held = _blocks(8), ActivationOffload([HOME], min_bytes=1), []
         for block in blocks:
             block.requires_grad_(False).register_forward_pre_hook(lambda *_: held.append(live_bytes(HOME)))
         leaf, table = _inputs()
@@ -141,7 +141,7 @@ def test_the_card_holds_as_many_inputs_as_promised():
 def test_tensors_come_back_as_they_were():
     """Strides of any order, flags, types; what has gaps, is small, a parameter or elsewhere stays."""
     with emulated_cards(2):
-        store = ActivationOffload(min_bytes=64)
+        store = ActivationOffload([HOME], min_bytes=64)
         dense = torch.randn(4, 6, 5).to(HOME).permute(2, 0, 1)
         half = torch.randn(4, 16).to(HOME).bfloat16()
         gaps, small = torch.randn(8, 8).to(HOME)[:, ::2], torch.randn(4).to(HOME)
@@ -161,12 +161,12 @@ def test_tensors_come_back_as_they_were():
         with pytest.raises(RuntimeError, match="run every backward once"):
             handle.fetch(others)
         del later
-        assert ActivationOffload().keep([torch.randn(64, 64)], CPU)[0] is None
+        assert ActivationOffload([CPU]).keep([torch.randn(64, 64)], CPU)[0] is None
 
 
 def test_buffers_serve_the_next_step_and_are_freed():
     with emulated_cards(1):
-        blocks, store = _blocks(6), ActivationOffload(min_bytes=1)
+        blocks, store = _blocks(6), ActivationOffload([HOME], min_bytes=1)
         _forward(blocks, store).backward()
         held = store.host_bytes
         assert held == 5 * STREAM
@@ -183,7 +183,7 @@ def test_buffers_serve_the_next_step_and_are_freed():
 
 def test_an_error_or_a_loss_that_is_dropped_gives_everything_back():
     with emulated_cards(1):
-        blocks, store = _blocks(6), ActivationOffload(min_bytes=1)
+        blocks, store = _blocks(6), ActivationOffload([HOME], min_bytes=1)
         gc.collect()
         before = live_bytes(HOME)
         loss = _forward(blocks, store)
@@ -200,7 +200,7 @@ def test_an_input_that_is_changed_later_is_refused():
     """On its card or in host memory: a copy taken too late would be another tensor."""
     with emulated_cards(1):
         for late in (1, 2):
-            blocks, store = _blocks(4), ActivationOffload(min_bytes=1)
+            blocks, store = _blocks(4), ActivationOffload([HOME], min_bytes=1)
             x, table = torch.randn(16, 8).to(HOME), torch.randn(16, 8).to(HOME)
             first = x
             with pytest.raises(RuntimeError, match="modified in place"):
@@ -213,7 +213,7 @@ def test_an_input_that_is_changed_later_is_refused():
 
 def test_a_forward_without_gradients_keeps_nothing():
     with emulated_cards(1) as machine, torch.no_grad():
-        blocks, store = _blocks(4), ActivationOffload(min_bytes=1)
+        blocks, store = _blocks(4), ActivationOffload([HOME], min_bytes=1)
         inputs = _inputs()
         machine.copies.clear()
         _forward(blocks, store, inputs)
@@ -305,7 +305,7 @@ def _simulated(copy_cost, *, store=True):
     machine = SimulatedMachine(1)
     with emulated_cards(1), machine.installed():
         blocks, inputs = _blocks(8), _inputs()
-        store = ActivationOffload(min_bytes=1) if store else None
+        store = ActivationOffload([HOME], min_bytes=1) if store else None
         with _Watch(machine, copy_cost) as clock:
             _forward(blocks, store, inputs).backward()
         return machine.default[HOME].busy_until, clock
@@ -329,7 +329,7 @@ def test_copies_run_beside_the_kernels(records_streams):
 def test_what_is_dropped_on_its_way_waits_for_the_copy(records_streams):
     machine = SimulatedMachine(1)
     with emulated_cards(1), machine.installed():
-        blocks, store = _blocks(4), ActivationOffload(min_bytes=1)
+        blocks, store = _blocks(4), ActivationOffload([HOME], min_bytes=1)
         inputs = _inputs()
         with _Watch(machine, 50.0) as clock:
             loss = _forward(blocks, store, inputs)
