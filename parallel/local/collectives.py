@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ...patches.hooks import HookSet, map_tensors
+from ..offload.copies import Piece
 from ..transfer import Arrivals, settle
 from .shards import BlockShard
 
@@ -23,10 +24,9 @@ Tensors = Sequence[torch.Tensor]
 # Tensors, the receiving rank, a place for the copies' events -> the copies, not to be used before settle(events)
 Send = Callable[[Tensors, int, Arrivals], Tensors]
 Exchange = Literal["full", "8-bit"]  # how activations travel: as they are, or as `encode` makes them
-_Form = tuple[torch.Size, torch.dtype]
-# Name of the collective, number of the round, the copies for the receiver, their events, and of what travels as one
-# tensor the forms of its parts
-_Message = tuple[str, int, Sequence[Any], Arrivals, Sequence[_Form]]
+# Name of the collective, number of the round, the copies for the receiver, their events, and the parts of what travels
+# as one tensor
+_Message = tuple[str, int, Sequence[Any], Arrivals, Sequence[Piece]]
 
 _RUN = 128  # numbers of a row that share a scale: a large number takes precision from these alone
 _SHORTEST_ROW = 16  # the scale of a shorter one, 4 bytes, would be most of what travels
@@ -88,14 +88,13 @@ class Collective:
     def post(self, rank: int, name: str, tensors: Tensors, only: int | None = None, *, as_one: bool = False) -> None:
         """Send tensors, which must not be changed, to the other ranks, or to one, in one message of several. Args:
         as_one: join their bytes. Each copy takes the host's time, and through host memory that of a piece."""
-        forms = [(each.shape, each.dtype) for each in tensors] if as_one else ()
+        pieces: Sequence[Piece] = ()
         if as_one:
-            ordered = [tensors[index] for index in _by_alignment(forms)]
-            tensors = [torch.cat([each.reshape(-1).view(torch.uint8) for each in ordered])]
+            tensors, pieces = _joined(tensors)
         for to, box in enumerate(self._boxes[rank]):
             if to != rank and only in (None, to):
                 events: Arrivals = {}
-                box.put((name, self._rounds[rank], self._send(tensors, to, events) if tensors else (), events, forms))
+                box.put((name, self._rounds[rank], self._send(tensors, to, events) if tensors else (), events, pieces))
 
     def send(self, rank: int, to: int, name: str, *values: Any) -> None:
         """Send another rank values as they are, without a copy."""
@@ -146,7 +145,7 @@ class Collective:
                 del error  # or its traceback would keep this frame, and this frame the error
         if message[3]:
             settle(message[3])
-        return _parts(message[2][0], message[4]) if message[4] else message[2]
+        return [piece.view(message[2][0]) for piece in message[4]] or message[2]
 
     @property
     def error(self) -> BaseException | None:
@@ -168,18 +167,14 @@ class Collective:
         self._boxes.clear()
 
 
-def _by_alignment(forms: Sequence[_Form]) -> list[int]:
-    """The order in which parts lie behind each other so that each begins at a multiple of its numbers' size."""
-    return sorted(range(len(forms)), key=lambda index: -forms[index][1].itemsize)
-
-
-def _parts(joined: torch.Tensor, forms: Sequence[_Form]) -> Tensors:
-    found, start = dict[int, torch.Tensor](), 0
-    for index in _by_alignment(forms):
-        shape, dtype = forms[index]
-        end = start + shape.numel() * dtype.itemsize
-        found[index], start = joined[start:end].view(dtype).view(shape), end
-    return [found[index] for index in range(len(forms))]
+def _joined(tensors: Tensors) -> tuple[Tensors, Sequence[Piece]]:
+    """The bytes of tensors as one, larger numbers first, so that all are aligned; and where each tensor lies."""
+    pieces, end = dict[int, Piece](), 0
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize):
+        pieces[index] = Piece(end, tensors[index].shape, tensors[index].dtype)
+        end = pieces[index].end
+    joined = torch.cat([tensors[index].reshape(-1).view(torch.uint8) for index in pieces])
+    return [joined], [pieces[index] for index in range(len(tensors))]
 
 
 def _sum(parts: Tensors) -> torch.Tensor:

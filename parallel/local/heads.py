@@ -63,35 +63,30 @@ def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Map
 
 
 class Gathered:
-    """Keys and values of all ranks for one attention, by groups of heads. A group is let go when it was attended to.
+    """Keys and values of all ranks for one attention, by groups of heads: this rank's are sent as it is made, all
+    groups at once. A group is let go when it was attended to. What needs gradients is gathered as a whole and as it is.
     Args: axis: of the keys. own: this rank's. heads: None where these are not known, which makes one group. most: so
     many groups at most."""
 
-    def __init__(self, axis: str, own: Pair, heads: Heads | None, most: int) -> None:
-        self._axis, self._own, self._heads = axis, own, heads
+    def __init__(self, rows: Rows, name: str, axis: str, own: Pair, heads: Heads | None, most: int) -> None:
+        (keys, values), self._heads = own, heads
         self._has_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in own)
         most = 1 if heads is None or self._has_gradients else most
         self.num = max(num for num in range(1, most + 1) if heads is None or heads.number % num == 0)
-        self._arriving: Iterable[Pair] = ()
-
-    def send(self, rows: Rows, name: str) -> None:
-        """Send this rank's, all groups at once. What needs gradients is gathered as a whole and as it is."""
-        keys, values = self._own
-        of_keys = Place((), self._axis, keys.ndim - 2)
-        of_values = Place((), self._axis, values.ndim - 2 if values.ndim == keys.ndim else 1)
+        self._arriving: Iterable[Pair]
+        of_keys = Place((), axis, keys.ndim - 2)
+        of_values = Place((), axis, values.ndim - 2 if values.ndim == keys.ndim else 1)
         if self._has_gradients:
             gathered = rows.gather(keys, of_keys, f"keys of {name}")
             self._arriving = [(gathered, rows.gather(values, of_values, f"values of {name}"))]
             return
-        sent: Sequence[torch.Tensor] = self._own
+        sent: Sequence[torch.Tensor] = own
         if rows.group.exchange == "8-bit":
-            width = [
-                each.shape[2] // self._heads.number if self._heads and each.ndim == 3 else None for each in self._own
-            ]
+            width = [each.shape[2] // heads.number if heads and each.ndim == 3 else None for each in own]
             sent, name = [*encode(keys, width[0], of_keys.dim), *encode(values, width[1])], f"{name} in 8 bits"
         name = f"keys and values of {name}, one of {self.num}"
         # A tensor's groups of heads, each contiguous, by one copy at most.
-        dim = 0 if self._heads is None else self._heads.dim
+        dim = 0 if heads is None else heads.dim
 
         def groups_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
             if self.num == 1:  # each call of torch takes the host some microseconds, twice a block
@@ -100,12 +95,12 @@ class Gathered:
 
         for message in zip(*map(groups_of, sent), strict=True):
             rows.group.post(rows.rank, name, message, as_one=len(message) > 2)
-        self._arriving = self._take(rows, name, of_keys, of_values)
+        owns = [own] if self.num == 1 else list(zip(*(each.chunk(self.num, dim) for each in own), strict=True))
+        self._arriving = self._take(rows, name, owns, (of_keys, of_values))
 
-    def _take(self, rows: Rows, name: str, of_keys: Place, of_values: Place) -> Iterator[Pair]:
+    @staticmethod
+    def _take(rows: Rows, name: str, owns: Sequence[Pair], places: tuple[Place, Place]) -> Iterator[Pair]:
         """All rows of the groups, one after the other; this rank's are exact."""
-        dim = 0 if self._heads is None else self._heads.dim
-        owns = [self._own] if self.num == 1 else zip(*(each.chunk(self.num, dim) for each in self._own), strict=True)
         for own in owns:
             pairs = []
             for found in rows.group.take(rows.rank, name, own):
@@ -116,9 +111,9 @@ class Gathered:
             keys_of_ranks, values_of_ranks = map(list, zip(*pairs, strict=True))
             del pairs, found
             # What was joined is let go: these parts before the values are joined, and the rest while it is attended to.
-            joined = [rows.join(keys_of_ranks, of_keys)]
+            joined = [rows.join(keys_of_ranks, places[0])]
             keys_of_ranks.clear()
-            joined.append(rows.join(values_of_ranks, of_values))
+            joined.append(rows.join(values_of_ranks, places[1]))
             del values_of_ranks
             yield joined.pop(0), joined.pop()
 
@@ -132,8 +127,7 @@ class Gathered:
     ) -> torch.Tensor:
         """What func(q, keys, values, *args, **kwargs) returns, computed by each group of heads when it has come. Args:
         on_keys: is called with the keys of all heads."""
-        # A generator that has not ended holds this, which must not hold it: the keys would wait for the collector.
-        heads, arriving, self._arriving = self._heads, self._arriving, ()
+        heads, arriving, self._arriving = self._heads, self._arriving, ()  # which hold keys
         if on_keys is not None:
             arriving = list(arriving)
             keys = [each for each, _ in arriving]

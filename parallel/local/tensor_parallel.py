@@ -107,8 +107,6 @@ class TensorParallel(Bridge):
     block, in execution order -> those of the others, in their order. passed_by, per_device: as of Bridge; the other
     devices get a copy of a dict."""
 
-    replays = True  # blocks as CUDA graphs, where `replay` was called
-
     def __init__(
         self,
         devices: Sequence[torch.device],
@@ -226,14 +224,15 @@ class TensorParallel(Bridge):
         calls: list[Call] = [(args, kwargs)]
         calls += (self._arguments_of(rank, args, kwargs) for rank in range(1, len(blocks)))
         run = functools.partial(self._run_on_all, block)
-        if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed
+        is_checked = block in self._checked  # the cards have agreed
+        if is_checked and self.graphs is not None and self._may_replay(kwargs):
             outputs = self.graphs.outputs(blocks, calls, parts, run)
         else:
             if self.graphs is not None:
                 self.graphs.forget()
             outputs = run([functools.partial(part, *a, **k) for part, (a, k) in zip(parts, calls, strict=True)])
         found = [tensors_reached(each) for each in outputs]
-        if block not in self._checked:
+        if not is_checked:
             self._check(block, found)
             self._checked.add(block)
         return self._kept(outputs[0], found)
@@ -280,10 +279,8 @@ class TensorParallel(Bridge):
 
     def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing runs in this call of a block but the model's own code."""
-        if self.graphs is None or not (self.replays and self.runs_alone and self.graphs.may_replay):
-            return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
-        return others.isdisjoint(kwargs)
+        return self.runs_alone and self.graphs is not None and self.graphs.may_replay and others.isdisjoint(kwargs)
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
@@ -313,9 +310,10 @@ class TensorParallel(Bridge):
         same bits on devices of one kind."""
         kinds, shapes = [device_title(device) for device in self._ranks], [[t.shape for t in each] for each in found]
         for rank, tensors in enumerate(found[1:], start=1):
-            pairs = zip(found[0], tensors, strict=True) if shapes[rank] == shapes[0] else ()
-            differences = [_difference(own, copy_to(other, self.main_device)) for own, other in pairs]
-            far = max(differences, default=0.0) if shapes[rank] == shapes[0] else float("inf")
+            far = float("inf")
+            if shapes[rank] == shapes[0]:
+                pairs = zip(found[0], tensors, strict=True)
+                far = max((_difference(own, copy_to(other, self.main_device)) for own, other in pairs), default=0.0)
             if far > (0.0 if kinds[rank] == kinds[0] else _TOLERANCE):
                 raise RuntimeError(
                     f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.main_device} "

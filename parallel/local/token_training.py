@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,9 +45,7 @@ class TokenModel(nn.Module):
         super().__init__()
         self.copies = nn.ModuleList(copies)
         self.devices = tuple(devices)
-        self._rows = rows
-        self._has_said_whole = False
-        self._is_derived = is_derived
+        self._rows, self._is_derived, self._has_said_whole = rows, is_derived, False
         self._compared: dict[int, set[Hashable]] = {rank: set() for rank in range(len(copies))}
         self._side_streams = copies_between(devices)
         self._pool = ThreadPool()
@@ -112,17 +111,16 @@ class TokenModel(nn.Module):
             finally:
                 self._here.rank = None
 
-        workers = ForwardWorkers(self._pool, self.devices, self._send)
-        self._group = workers.collective
+        def send(tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
+            return self._side_streams.copies(tensors, self.devices[rank], arrivals)
+
         try:
-            return workers.run(self, [partial(carry, rank) for rank in range(len(self.devices))])
+            with closing(ForwardWorkers(self._pool, self.devices, send)) as workers:
+                self._group = workers.collective
+                return workers.run(self, [partial(carry, rank) for rank in range(len(self.devices))])
         finally:
-            workers.close()
             self._rows.newest.clear()
             self._group = None
-
-    def _send(self, tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
-        return self._side_streams.copies(tensors, self.devices[rank], arrivals)
 
 
 class TokenTraining(DataParallel):

@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,16 +272,15 @@ class TokenParallel:
         its device. replays: of their blocks, where nothing but the model's own code runs in them. Raises: the first
         error of a rank, which ends the others; OneDeviceError where one device has to compute this."""
         assert self._send is not None, "the ranks are others' to run"
-        workers = ForwardWorkers(self._pool, self._devices, self._send, self.exchange)
 
         def of_rank(rank: int, call: Callable[[], Any]) -> Any:
             with self.on(Rows(rank, self.plan, self.shares, workers.collective, replays)):
                 return call()
 
         try:
-            return workers.run(self._modules[0], [functools.partial(of_rank, *each) for each in enumerate(calls)])
+            with closing(ForwardWorkers(self._pool, self._devices, self._send, self.exchange)) as workers:
+                return workers.run(self._modules[0], [functools.partial(of_rank, *each) for each in enumerate(calls)])
         finally:
-            workers.close()
             if replays is not None:
                 replays.graphs.forget()
 
@@ -398,8 +397,8 @@ class TokenParallel:
             if see is not None:
                 see(k)
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
-        gathered = Gathered(axis, (k, v), find_heads((q, k, v), args, kwargs), here.groups or self.groups)
-        gathered.send(here, f"{frame.block}.{frame.module}")
+        name, heads = f"{frame.block}.{frame.module}", find_heads((q, k, v), args, kwargs)
+        gathered = Gathered(here, name, axis, (k, v), heads, here.groups or self.groups)
         return gathered.attend(func, q, args, kwargs, see)
 
     def _axis(self, here: Rows, frame: _Frame, k: torch.Tensor) -> str:

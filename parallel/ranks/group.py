@@ -162,16 +162,14 @@ class Ranks:
         another rank's said."""
         if self._control is None:
             return work()
-        error: Exception | None = None
         try:
             result = work()
-        except Exception as found:
-            error = found
-        is_another = isinstance(error, RankFailed)  # that one tells it, too
-        text = "" if error is None else str(error) or type(error).__name__
-        answers = self.gather([is_another, text, isinstance(error, ValueError) or getattr(error, "is_refusal", False)])
-        if error is not None:
-            raise error
+        except Exception as error:
+            is_another = isinstance(error, RankFailed)  # that one tells it, too
+            is_refusal = isinstance(error, ValueError) or getattr(error, "is_refusal", False)
+            self.gather([is_another, str(error) or type(error).__name__, is_refusal])
+            raise
+        answers = self.gather([False, "", False])
         failed = min(((later, rank, *said) for rank, (later, *said) in enumerate(answers) if said[0]), default=None)
         if failed is not None:
             raise RankFailed(f"rank {failed[1]}: {failed[2]}", is_refusal=failed[3])
@@ -182,9 +180,9 @@ class Ranks:
     ) -> list[list[float]]:
         """compute(index) for so many indices, each by one rank; all ranks. Args: in_lockstep: whether each rank has to
         call compute equally often; what is left over is computed twice. is_long: see Watch.doing."""
-        found: dict[int, list[float]] = {}
         if self._control is None:
             return [compute(index) for index in range(count)]
+        found: dict[int, list[float]] = {}
         for first in range(0, count, self.count):
             turn, own = range(first, min(first + self.count, count)), first + self.place.rank
             if own in turn or in_lockstep:
@@ -218,14 +216,11 @@ def _losses_named(watch: Watch | None, *, is_all: bool = True) -> Iterator[None]
         is_loss = is_all or isinstance(error, of_torch) or "gloo/transport" in str(error)
         if isinstance(error, (RankLost, RankFailed)) or not is_loss:
             raise
-        if watch is None:
-            raise RankLost(_lost(error)) from error
-        watch.leave()
-        raise RankLost(watch.lost or _lost(error)) from error
-
-
-def _lost(error: RuntimeError) -> str:
-    return f"another rank has ended or hangs ({str(error).splitlines()[0][:200]})"
+        lost = f"another rank has ended or hangs ({str(error).splitlines()[0][:200]})"
+        if watch is not None:
+            watch.leave()
+            lost = watch.lost or lost
+        raise RankLost(lost) from error
 
 
 @contextmanager
