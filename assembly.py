@@ -17,7 +17,7 @@ from .config.model import Strategy, has_stages, holds_copies, shares_rows
 from .families.comfy.token_plans import plan_of
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
-from .parallel.local.block_split import BlockSplit, Recompute, apply_block_split
+from .parallel.local.bridge import BlockSplit, Recompute, apply_block_split
 from .parallel.local.data_parallel import copy_model
 from .parallel.local.token_training import TokenModel
 from .parallel.local.tokens import TokenParallel

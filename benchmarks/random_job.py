@@ -22,7 +22,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
 from devicebridge.parallel.devices import available_devices
-from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.local.bridge import BlockSplit, apply_block_split
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.parallel.runner import Runner

@@ -51,8 +51,7 @@ from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
 from devicebridge.config.job import LoraSettings  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, memory_in_use, reset_peaks  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
-from devicebridge.parallel.ranks.across import AcrossRanks  # noqa: E402
-from devicebridge.parallel.ranks.group import joined  # noqa: E402
+from devicebridge.parallel.ranks.group import AcrossRanks, joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402

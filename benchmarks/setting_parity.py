@@ -68,7 +68,7 @@ class Way:
 
     Args:
         num_cards: that hold the blocks.
-        kind: schedule of the pipeline, None for one micro-batch at a time. ahead: see schedule.py.
+        kind: schedule of the pipeline, None for one micro-batch at a time. ahead: see plan_order.
         kept_share, swapped_share: of each card's blocks, how many keep their activations, or stream from host memory.
         offloads: whether block inputs wait in host memory.
         rate: times the learning rate. lora_seed: where the LoRA starts.

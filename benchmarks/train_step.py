@@ -48,7 +48,7 @@ from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
 from devicebridge.parallel.devices import synchronize  # noqa: E402
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
-from devicebridge.parallel.offload.activations import ActivationOffload  # noqa: E402
+from devicebridge.parallel.offload.activations import MIN_BYTES, ActivationOffload  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_flops, block_names, blocks_with_lists, plan_placement  # noqa: E402
 from devicebridge.parallel.runner import Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
@@ -309,7 +309,8 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
         each.keep_activations(kept)
         each.compile(way.compiled, way.any_size)
         if way.offloads and each.offload is None:
-            each.offload = ActivationOffload() if each.devices[0].type == "cuda" else ActivationOffload(min_bytes=1)
+            least = MIN_BYTES if each.devices[0].type == "cuda" else 1
+            each.offload = ActivationOffload(each.devices, min_bytes=least)
         each.built.split.offload = each.offload if way.offloads else None
         trainer.compiled = tuple(each.compiled) if way.compiled else ()
     yield trainer

@@ -24,8 +24,7 @@ from ..parallel.devices import CPU, find_device, memory_in_use, own_random_state
 from ..parallel.local.data_parallel import DataParallel, Replica
 from ..parallel.local.pipeline import Pipeline
 from ..parallel.local.token_training import TokenModel, TokenTraining
-from ..parallel.ranks.across import AcrossRanks
-from ..parallel.ranks.group import ALONE, Ranks
+from ..parallel.ranks.group import ALONE, AcrossRanks, Ranks
 from ..parallel.runner import Runner
 from ..patches.compile_blocks import remove_compiled
 from ..planning.cards import Card

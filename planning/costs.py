@@ -96,8 +96,7 @@ class ModelCosts:
     """What a model costs, by sizes without weights. Each dry run is made once."""
 
     def __init__(self, info: CheckpointInfo, variant: Variant, model: nn.Module | None = None) -> None:
-        self.info, self.variant = info, variant
-        self.family: ModelFamily = info.family
+        self.info, self.variant, self.family = info, variant, info.family
         self._model = make_empty_transformer(info) if model is None else model
         self.names = block_names(self._model, self.family)
         self._known: dict[Any, Any] = {}

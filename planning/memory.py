@@ -17,7 +17,7 @@ from torch import nn
 
 from ..config.job import OptimizerConfig
 from ..config.model import Strategy, has_stages
-from ..parallel.local.schedule import num_held
+from ..parallel.local.workers import num_held
 from ..parallel.offload.activations import NUM_WAITING
 from ..parallel.offload.copies import NUM_SLOTS
 from ..parallel.placement import spread_offloaded

@@ -7,7 +7,7 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
-from devicebridge.parallel.local.block_split import BlockSplit
+from devicebridge.parallel.local.bridge import BlockSplit
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.parallel.runner import MicroBatch, Runner

@@ -19,8 +19,7 @@ from ..config.job import JobConfig, job_to_dict
 from ..data.samples import DROPPED, Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
-from ..parallel.ranks.across import AcrossRanks, fingerprint
-from ..parallel.ranks.group import ALONE, RankLost, Ranks
+from ..parallel.ranks.group import ALONE, AcrossRanks, RankLost, Ranks, fingerprint
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks

@@ -17,8 +17,7 @@ from torch import nn
 from ..devices import CPU
 from ..runner import MicroBatch, Runner
 from ..transfer import current_device
-from .schedule import Prefetch, StageOrder, Work
-from .workers import Coordinator, ThreadPool
+from .workers import Coordinator, Prefetch, StageOrder, ThreadPool, Work
 
 
 @dataclass(frozen=True)

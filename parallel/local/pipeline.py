@@ -19,8 +19,7 @@ from ..offload.recompute import HandOut
 from ..runner import MicroBatch, Runner
 from ..transfer import Arrivals, current_device, settle
 from .bridge import Bridge, Traffic
-from .schedule import Prefetch, StageOrder, Work, num_held, plan_order
-from .workers import Coordinator
+from .workers import Coordinator, Prefetch, StageOrder, Work, num_held, plan_order
 
 
 class Pipeline(Runner, Traffic):

@@ -20,9 +20,9 @@ from ..staged_copies import copies_between
 from ..transfer import Arrivals, current_device
 from .collectives import Collective, uncounted
 from .data_parallel import DataParallel, Replica
+from .deriving import apart
 from .tensor_parallel import ForwardWorkers
 from .tokens import OneDeviceError, Rows, RowsError, TokenParallel
-from .watching import apart
 from .workers import ThreadPool
 
 _log = logging.getLogger(__name__)

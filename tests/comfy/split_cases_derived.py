@@ -26,7 +26,8 @@ from devicebridge.nodes.host.split.examine import examine, gradient_fault, gradi
 from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.shown_inputs import ShownInputs
 from devicebridge.parallel.block_lists import find_block_lists
-from devicebridge.parallel.local import token_training, watching
+from devicebridge.parallel.local import deriving as guesses
+from devicebridge.parallel.local import token_training
 from devicebridge.parallel.local.token_training import TokenModel
 from devicebridge.parallel.local.tokens import RowsError, TokenParallel
 from devicebridge.planning.derived_rows import Verdict
@@ -197,7 +198,7 @@ def _compare_gradients(case: Case) -> None:
     for name, make in made.items():
         model, given = make()
         cards = _cards(model)
-        with mock.patch.dict(watching._NEAR, {torch.float32: 1e-6}):
+        with mock.patch.dict(guesses._NEAR, {torch.float32: 1e-6}):
             plan = find_rows(cards, given)
         case.check(f"{name}: nothing differs", not gradient_fault(cards, plan, given))
         small = small_forwards(cards, given)[0].given

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from devicebridge.jobs.job import run_job
-from devicebridge.parallel.local import block_split
+from devicebridge.parallel.local import bridge
 from devicebridge.parallel.offload.activations import NUM_WAITING, ActivationOffload
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -55,7 +55,7 @@ def train(device, store, shape, *, is_heavy):
 def test_gradients_are_bitwise_those_without_and_the_peak_is_lower(is_heavy):
     """Light kernels let copies lag behind, so that whatever is freed too early is overwritten."""
     device, shape = torch.device("cuda", 0), (1, 4096, 1024)
-    store = ActivationOffload([torch.device("cuda", 0)])
+    store = ActivationOffload([device])
     found, peaks = {}, {}
     torch.cuda.init()
     for name, each in (("plain", None), ("offloaded", store)):
@@ -77,8 +77,7 @@ def test_gradients_are_bitwise_those_without_and_the_peak_is_lower(is_heavy):
 
 
 def test_buffers_are_pinned():
-    device = torch.device("cuda", 0)
-    store = ActivationOffload([device])
+    store, device = ActivationOffload([torch.device("cuda", 0)]), torch.device("cuda", 0)
     kept = [store.keep([torch.ones(2**19, device=device)], device)[0] for _ in range(4)]
     (pool,) = (each.pool for each in store._devices.values())
     assert all(buffer.is_pinned for buffer in pool._all) and len(pool._all) == 3
@@ -92,10 +91,10 @@ def test_jobs_over_two_gpus_are_those_without_bit_for_bit(name, tmp_path, monkey
     """With dropout, in every schedule."""
 
     class All(ActivationOffload):
-        def __init__(self, *, min_bytes: int) -> None:
-            super().__init__(min_bytes=1)
+        def __init__(self, devices: tuple[torch.device, ...], *, min_bytes: int) -> None:
+            super().__init__(devices, min_bytes=1)
 
-    monkeypatch.setattr(block_split, "ActivationOffload", All)
+    monkeypatch.setattr(bridge, "ActivationOffload", All)
     train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3}
     results = []
     for strategy, asked in (("none", "off"), ("none", "on"), ("pipeline", "on")):

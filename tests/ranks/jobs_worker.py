@@ -26,7 +26,7 @@ from devicebridge.jobs import ranks as job_ranks  # noqa: E402
 from devicebridge.jobs import resolve  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
-from devicebridge.parallel.local.block_split import BlockSplit  # noqa: E402
+from devicebridge.parallel.local.bridge import BlockSplit  # noqa: E402
 from devicebridge.parallel.ranks import sharded  # noqa: E402
 from devicebridge.parallel.ranks.group import RankFailed, Ranks, joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402

@@ -1,4 +1,4 @@
-"""The rows of a class that nobody described: derived from small forwards of one card (watching.py), proved, and kept.
+"""The rows of a class that nobody described: derived from small forwards of one card, proved, and kept.
 
 The first candidate holds by which all cards have one card's results and keys. Steps of the user's size are compared,
 too, in each third of a run. A weight of zeros hides what it multiplies, so all is done for every set of patches.
@@ -32,9 +32,8 @@ from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS, why_no_tokens
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import members
 from ....parallel.local.collectives import Send
-from ....parallel.local.deriving import derive, written
+from ....parallel.local.deriving import Notes, Watch, apart, derive, written
 from ....parallel.local.tokens import HERE, RowsError, TokenParallel
-from ....parallel.local.watching import Notes, Watch, apart
 from ....parallel.transfer import copy_to
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 from ....planning.derived_rows import DerivedRows, Verdict

@@ -30,10 +30,9 @@ from ....families.comfy.text_sizes import usual_text
 from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import members
-from ....parallel.local.deriving import written
+from ....parallel.local.deriving import apart, written
 from ....parallel.local.token_training import TokenModel
 from ....parallel.local.tokens import RowsError, TokenParallel
-from ....parallel.local.watching import apart
 from ....parallel.offload.in_place import InPlaceGuard
 from ....parallel.offload.recompute import BlockCall, checkpoint_calls, recompute
 from ....patches.changes import code_of

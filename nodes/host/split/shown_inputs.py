@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ....checkpoints.fingerprint import settings_fingerprint
+from ....parallel.local.deriving import PASSED_BY, leaves
 from ....parallel.local.tokens import RowsError
-from ....parallel.local.watching import PASSED_BY, leaves
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 
 OPTIONS = "transformer_options"

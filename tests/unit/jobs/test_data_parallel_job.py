@@ -11,7 +11,7 @@ from devicebridge.config.job import ParallelConfig, make_job
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.parallel.local import schedule
+from devicebridge.parallel.local import workers
 from devicebridge.parallel.local.data_parallel import DataParallel
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.planning.cards import Card
@@ -60,7 +60,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
 def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypatch):
     """As if blocks were compiled: every card has graphs of its own, and torch compiles for one thread at a time."""
     monkeypatch.setattr(assembly, "compile_if_possible", lambda *arguments: CompiledBlocks(ExitStack()))
-    plain_take, plain_begin = schedule.Prefetch.take, schedule.StageOrder.begin
+    plain_take, plain_begin = workers.Prefetch.take, workers.StageOrder.begin
     plain_run, runs = DataParallel.run, []  # one before the first step compares gradients
     at, seen = threading.local(), []
 
@@ -78,8 +78,8 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
         plain_begin(order, stage, work, is_alone)
 
     monkeypatch.setattr(DataParallel, "run", count)
-    monkeypatch.setattr(schedule.Prefetch, "take", remember)
-    monkeypatch.setattr(schedule.StageOrder, "begin", watch)
+    monkeypatch.setattr(workers.Prefetch, "take", remember)
+    monkeypatch.setattr(workers.StageOrder, "begin", watch)
     train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "compile": "auto"}
     run_on_cards(_job(tmp_path, "run", train=train, data={"resolutions": [32, 48]}))
     assert runs[-3:] == [3, 3, 3]

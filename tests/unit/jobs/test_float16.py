@@ -14,8 +14,7 @@ import torch
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.resume import TrainingResult
 from devicebridge.parallel import devices
-from devicebridge.parallel.ranks.across import AcrossRanks
-from devicebridge.parallel.ranks.group import Ranks
+from devicebridge.parallel.ranks.group import AcrossRanks, Ranks
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.parallel.runner import MicroBatch

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from devicebridge.config.job import ParallelConfig
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.parallel.local import block_split
+from devicebridge.parallel.local import bridge
 from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards, run_steps
@@ -43,11 +43,11 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
     made = []
 
     class Watched(ActivationOffload):
-        def __init__(self, *, min_bytes):
-            super().__init__(min_bytes=1)
+        def __init__(self, devices, *, min_bytes):
+            super().__init__(devices, min_bytes=1)
             made.append(self)
 
-    monkeypatch.setattr(block_split, "ActivationOffload", Watched)
+    monkeypatch.setattr(bridge, "ActivationOffload", Watched)
     train = {**TRAIN, "steps": 2}
     plain = run_on_cards(_job(tmp_path, "plain", train={**train, "offload_activations": "off"}))
     assert made == []

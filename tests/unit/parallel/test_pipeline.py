@@ -11,7 +11,7 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.pipeline import Pipeline
-from devicebridge.parallel.local.schedule import StageOrder, Work, num_held, plan_order
+from devicebridge.parallel.local.workers import StageOrder, Work, num_held, plan_order
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.parallel.runner import MicroBatch, Runner
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes

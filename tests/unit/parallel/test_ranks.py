@@ -16,8 +16,7 @@ from devicebridge.jobs.ranks import resolve_here
 from devicebridge.jobs.read_job import read_job, subject_of
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks import group as group_module
-from devicebridge.parallel.ranks.across import AcrossRanks
-from devicebridge.parallel.ranks.group import Ranks, _wait_for_all, joined
+from devicebridge.parallel.ranks.group import AcrossRanks, Ranks, _wait_for_all, joined
 from devicebridge.parallel.ranks.place import RankPlace, find_place, own_devices, refuse_other_launcher
 from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.parallel.runner import MicroBatch
