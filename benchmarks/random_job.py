@@ -172,7 +172,7 @@ def draw_model(
         if quantizer is not None and quantizer.is_wanted(fqn, module):
             is_stored = of_file is not None and isinstance(module, nn.Linear)
             taken = quantizer.take(fqn, module, _stored_as(module), torch.bfloat16) if is_stored else None
-            model.set_submodule(fqn, taken or quantizer.finish(fqn, module))
+            model.set_submodule(fqn, taken or quantizer.finish(module))
         if store is not None and any(parameter is not None for parameter in module._parameters.values()):
             store.finish(fqn)
     for name, buffer in list(model.named_buffers()):

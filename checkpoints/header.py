@@ -147,17 +147,16 @@ def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
     for name, value in metadata.items():
         expect(value, str, f"{file}: {name} of its __metadata__", remedy)
     tensors = {name: _entry(file, name, entry, remedy) for name, entry in header.items()}
-    end, num_data_bytes = max((entry.end for entry in tensors.values()), default=0), size - _LENGTH_BYTES - length
+    end, num_data_bytes = 0, size - _LENGTH_BYTES - length
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if entry.start != end:
+            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {end}; {remedy}")
+        end = entry.end
     if end != num_data_bytes:
         state = "cut short" if end > num_data_bytes else "damaged"
         raise ValueError(
             f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; {remedy}"
         )
-    position = 0
-    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
-        if entry.start != position:
-            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {position}; {remedy}")
-        position = entry.end
     return FileHeader(Path(file), tensors, metadata, text, _LENGTH_BYTES + length)
 
 

@@ -175,7 +175,7 @@ class _Loader:
             self.model.set_submodule(layer, self.quantizer.take(layer, module, stored, dtype))
         elif layer in self._wanted:
             assert self.quantizer is not None
-            self.model.set_submodule(layer, self.quantizer.finish(layer, module))
+            self.model.set_submodule(layer, self.quantizer.finish(module))
         if self.layer_store is not None:
             self.layer_store.finish(layer)
 

@@ -60,8 +60,11 @@ def added_rows(layer: Layer, start: int, end: int) -> Tensor:
     return (first[rows // len(second)][:, :, None] * second[rows % len(second)][:, None, :]).flatten(1)
 
 
-def changed_rows(layer: Layer, weight: Rows, start: int, end: int) -> Tensor:
-    """Rows of what a layer makes of a weight, less that."""
+def changed_rows(layer: Layer, weight: Rows | None, start: int, end: int) -> Tensor:
+    """Rows of what a layer makes of a weight, less that. weight: see needs_weight."""
+    if not needs_weight(layer):
+        return added_rows(layer, start, end)
+    assert weight is not None
     if OFT in layer:
         size = layer[OFT].shape[1]
         low, high = start // size, -(-end // size)  # whole blocks

@@ -103,10 +103,10 @@ def describe_loaders(file: LoraFile, model: Model) -> dict[str, str]:
     members = {name for stack in model.stacks.values() for name in stack.members}
     kinds = {title_of(names) for names in file.names.values()}
     others = "not known here; convert it to diffusers"
-    if {DIFFUSERS + name for name in members} <= model.stacks.keys() and not kinds - {"LoRA", "DoRA"}:
-        others = "loads all layers"
-    elif kinds - {"LoRA", "DoRA"}:
+    if kinds - {"LoRA", "DoRA"}:
         others = "not known here"
+    elif {DIFFUSERS + name for name in members} <= model.stacks.keys():
+        others = "loads all layers"
     elif all(layer == ORIGINAL + stack.original for layer, stack in model.stacks.items()):
         lost = lora_file.what_is_lost(family, sorted(members), "original", "DoRA" in kinds)
         others = lost.get("diffusers", "loads all layers")

@@ -90,7 +90,7 @@ def check_lycoris_layout(family: ModelFamily, modules: Sequence[str], layout: st
 
 def what_is_lost(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> dict[str, str]:
     """Whose loader does not read all of such a file -> what it does with it; {} where all do."""
-    fault = ""
+    reader, fault = "diffusers" if layout == "original" else "ComfyUI", ""
     if layout == "original":
         outside = [name for name in modules if not _is_in_block(family, name)]
         if not family.renames:
@@ -101,15 +101,14 @@ def what_is_lost(family: ModelFamily, modules: Sequence[str], layout: LoraLayout
             fault = "refuses DoRA under these names"
         elif outside:
             fault = f"refuses the alpha of {outside[0]}, which is in no block"
-        return {"diffusers": fault} if fault else {}
-    if layout == "diffusers" and family.shared_lora_names == "original":
+    elif layout == "diffusers" and family.shared_lora_names == "original":
         fault = "loads nothing of it"
     elif layout == "diffusers":
         unread = [name for name in modules if matches_any(name, family.unread_lora)]
         others = f" and {len(unread) - 1} more layers" if unread[1:] else ""
         faults = ["leaves out DoRA's magnitudes"] * dora + [f"leaves out {name}{others}" for name in unread[:1]]
         fault = ", and ".join(faults)
-    return {"ComfyUI": fault} if fault else {}
+    return {reader: fault} if fault else {}
 
 
 def describe_readers(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> str:

@@ -26,7 +26,7 @@ from ..families.registry import FAMILIES
 from ..version import VERSION
 from . import lora_change, lora_start
 from .header import TensorRecord
-from .lora_change import DIFFUSERS, KOHYA, ORIGINAL, Base, Energy, Rows, added_rows, needs_weight, title_of
+from .lora_change import DIFFUSERS, KOHYA, ORIGINAL, Base, Energy, Rows, needs_weight, title_of
 from .lora_file import ALPHA, EXACT, FIRST, A, B, Layer
 from .lora_start import Names, is_text_layer, layer_size
 from .weight_file import WeightReader, open_weights, read_rows, write_tensors
@@ -94,11 +94,11 @@ def finite(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
 def open_lora(path: Path) -> Iterator[LoraFile]:
     """Raises: ValueError naming the file, and the layer or tensor that is of no sound LoRA."""
     with open_weights(path) as reader:
-        names, others = lora_start.group_parts(path, reader.keys())
+        names, others = lora_start.group_parts(path, reader.header.tensors)
         if others or not names:
             raise ValueError(
                 f"{path} has {others[0] if others else 'no tensor'}, and tensors of LoRA, DoRA, LoKr, LoHa and OFT are "
-                f"read alone ({len(others)} of {len(reader.keys())} are others); give such a file"
+                f"read alone ({len(others)} of {len(reader.header.tensors)} are others); give such a file"
             )
         for layer in names:
             lora_start.refuse_unsound_layer(path, layer, LoraFile(path, reader, names, {}).parts(layer))
@@ -202,19 +202,12 @@ def _cut_sum(
     layer: str, size: tuple[int, int], weighted: Sequence[tuple[Layer, float]], goal: Combined
 ) -> tuple[Tensor, Tensor, Energy]:
     """The best LoRA of this rank of a weighted sum of layers of any kind."""
+    weight: Rows | None = None
     if goal.base is not None and any(needs_weight(each) for each, _ in weighted):
         weight, size = goal.base.rows_of(layer, size)
 
     def rows(start: int, end: int) -> Tensor:
-        found = [
-            factor
-            * (
-                lora_change.changed_rows(each, weight, start, end)
-                if needs_weight(each)
-                else added_rows(each, start, end)
-            )
-            for each, factor in weighted
-        ]
+        found = [factor * lora_change.changed_rows(each, weight, start, end) for each, factor in weighted]
         if not torch.isfinite(total := torch.stack(found).sum(0)).all():
             of = f" with {goal.base.path}, which has rows of zeros there or is another model" if goal.base else ""
             raise ValueError(f"the change of {layer} is not finite{of}; give other files")
@@ -309,12 +302,7 @@ def _less(readers: Mapping[Path, WeightReader], ours: TensorRecord, theirs: Tens
     """As a matrix; ValueError for numbers that are not finite."""
 
     def rows(start: int, end: int) -> Tensor:
-        mine, other = (
-            read_rows(readers[each.file], each, start, end)
-            if each.shape
-            else readers[each.file].get_tensor(each.key)[None]
-            for each in (ours, theirs)
-        )
+        mine, other = (read_rows(readers[each.file], each, start, end) for each in (ours, theirs))
         change = mine.float() - other.to(mine.dtype).float()
         for reader in readers.values():
             reader.release()

@@ -57,9 +57,6 @@ class WeightReader:
     header: FileHeader
     content: mmap.mmap
 
-    def keys(self) -> list[str]:
-        return list(self.header.tensors)
-
     def release(self) -> None:
         """Let go of memory that holds what was read. It is read anew when looked at."""
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -127,16 +124,15 @@ def read_records(records: Mapping[str, TensorRecord]) -> Iterator[tuple[str, tor
     for file, of_file in by_file(records).items():
         with open_weights(file, is_model=True) as reader:
             for name, record in of_file.items():
-                yield name, _read(reader, record)  # and hold nothing of it here
-
-
-def _read(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
-    return read_rows(reader, record, 0, record.shape[0]) if record.shape else reader.get_tensor(record.key)
+                is_number = not record.shape  # what is read is not held here
+                yield name, reader.get_tensor(record.key) if is_number else read_rows(reader, record, 0, record.shape[0])
 
 
 def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) -> torch.Tensor:
-    """Rows start to end, in the model's order; no others are read, but all pieces. [end - start, ...]"""
+    """Rows start to end, in the model's order; no others are read, but all pieces. A number is a row. [rows, ...]"""
     rows = reader.get_tensor(record.key)
+    if not record.shape:
+        return rows[None]
     if record.pieces:
         return torch.cat([rows[slice(*each)] for each in record.pieces])[start:end]
     first, half = record.rows[0] if record.rows else 0, record.shape[0] // 2

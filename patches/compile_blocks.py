@@ -14,7 +14,7 @@ import operator
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -60,8 +60,7 @@ class CompiledBlocks:
         """That this process has compiled since, of all kinds and devices."""
         return _count_graphs() - self._graphs_before
 
-    @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
+    def watched(self, watch: Watch) -> AbstractContextManager[None]:
         """Inside, every call of a block is preceded by watch(block, its compiled forward, its own, (args, kwargs))."""
 
         def preceded(block: nn.Module, compiled: Forward) -> Forward:
@@ -71,14 +70,11 @@ class CompiledBlocks:
 
             return forward
 
-        with self._replaced(preceded):
-            yield
+        return self._replaced(preceded)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Inside, blocks compute by their own forwards: shapes that come now make no graphs."""
-        with self._replaced(lambda block, compiled: self._own[block]):
-            yield
+        return self._replaced(lambda block, compiled: self._own[block])
 
     @contextmanager
     def _replaced(self, other: Callable[[nn.Module, Forward], Forward]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The one place that answers "is this a LoRA weight", finds the layers that LoRA adapts, and moves LoRA to them.
+"""The one place that answers "is this a LoRA weight", and finds the layers that LoRA adapts.
 
 A LoRA weight is recognised by its name, which is all there is in a state dict. Names in this file are those of the
 model before LoRA. peft puts the adapted layer one level down (`to_q` becomes `to_q.base_layer`).
@@ -18,7 +18,7 @@ _NUM_NAMED = 3  # offenders an error message names
 
 def is_lora_name(fqn: str) -> bool:
     """Whether a module, parameter or state-dict key of this name belongs to LoRA."""
-    return any(_is_lora_part(part) for part in fqn.split("."))
+    return any(part.startswith(("lora_", "lokr_", "hada_", "oft_")) or part == "dora_scale" for part in fqn.split("."))
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -59,17 +59,3 @@ def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def matches_any(fqn: str, patterns: Sequence[str]) -> bool:
     """Whether one of the fnmatch patterns matches the name, upper and lower case told apart on every system."""
     return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)
-
-
-def place_lora_with_base(model: nn.Module) -> None:
-    """Move every LoRA module to the device of the layer it adapts: that of the first weight outside LoRA of the module
-    that holds both. Gradients move along, optimizer state does not."""
-    for _, owner in [each for each in model.named_modules() if not is_lora_name(each[0])]:
-        device = next((each.device for fqn, each in owner.named_parameters() if not is_lora_name(fqn)), None)
-        for part, module in owner._modules.items():
-            if device is not None and module is not None and _is_lora_part(part):
-                module.to(device)
-
-
-def _is_lora_part(part: str) -> bool:
-    return part.startswith(("lora_", "lokr_", "hada_", "oft_")) or part == "dora_scale"

@@ -66,6 +66,7 @@ def fit_loha(layers: Iterable[Any], adapter: str, rank: int) -> None:
         if base.weight.shape[-1] != base.in_features:
             layer.create_adapter_parameters(adapter, rank, (base.out_features, base.in_features))
             layer.reset_adapter_parameters(adapter)
+            layer._move_adapter_to_device_of_base_layer(adapter)  # as PEFT after it draws
 
 
 @torch.no_grad()
@@ -120,7 +121,7 @@ def _oft_class() -> type:
             super().__init__()
             self.base_layer, self._disable_adapters, self.merged_adapters = base, False, []
             self.in_features, self.out_features = base.in_features, base.out_features
-            blocks = torch.zeros(base.out_features // size, size, size)
+            blocks = torch.zeros(base.out_features // size, size, size, device=base.weight.device)
             self.oft_blocks = nn.ParameterDict({adapter: nn.Parameter(blocks)})
 
         def forward(self, x: Tensor) -> Tensor:

@@ -88,17 +88,15 @@ class Quantizer:
     def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
         self.settings = settings
         self._family = family
-        self._bytes_before: dict[str, int] = {}
         self._num_taken = 0
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
         return _treatment(fqn, module, self._family, self.settings) == QUANTIZED
 
-    def finish(self, fqn: str, module: nn.Module) -> nn.Module:
+    def finish(self, module: nn.Module) -> nn.Module:
         """Round a module that is wanted, and whose tensors have their final values and places; returns what takes its
         place. Raises: ValueError for weights that are not finite."""
         assert isinstance(module, nn.Linear)
-        self._bytes_before[fqn] = _num_bytes(module)
         block = self.settings.rotation_of(module.in_features)
         done = FrozenLinear8.from_linear(module, self.settings.scheme, rotation=block)  # type: ignore[arg-type]
         return done.train(module.training)
@@ -116,8 +114,6 @@ class Quantizer:
             _refuse_unsound(fqn, stored)
         width = num_inputs(stored.weight, form.packing)
         assert (stored.weight.shape[0], width) == (module.out_features, module.in_features), (fqn, stored.weight.shape)
-        others = sum(p.nbytes for name, p in module.named_parameters(recurse=False) if name != "weight")
-        self._bytes_before[fqn] = module.weight.numel() * dtype.itemsize + others
         self._num_taken += 1
         rotation = rotation_for(stored.weight, form.dtype, form.rotation, is_comfys=form.is_comfys)
         packing = "" if self.settings.is_compute else form.packing
@@ -127,9 +123,8 @@ class Quantizer:
         """Report on the whole model. Raises: ValueError if the family leaves nothing to quantize."""
         groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
         for name, module in model.named_modules():
-            if after := _num_bytes(module):
-                reason = _treatment(name, module, self._family, self.settings)
-                groups[reason][name] = self._bytes_before[name] if reason == QUANTIZED else after, after
+            if any(sizes := _num_bytes(module)):
+                groups[_treatment(name, module, self._family, self.settings)][name] = sizes
         if not groups[QUANTIZED] and self.settings.scheme == "stored":
             raise ValueError(NOTHING_STORED)
         if not groups[QUANTIZED]:
@@ -185,12 +180,12 @@ def _device_fault(scheme: Scheme, device: torch.device) -> str:
     return "" if scheme != "fp8" or kernel_choice.has_float8(device) else "there is no float8 to convert to and from"
 
 
-Groups = Mapping[str, Mapping[str, tuple[int, int]]]  # bytes before and after, by what was done and a module's fqn
+# Bytes before and after, by what was done (QUANTIZED, KEPT, NOT_LINEAR, also where that is empty) and a module's fqn.
+Groups = Mapping[str, Mapping[str, tuple[int, int]]]
 
 
 def sort_modules(model: nn.Module, family: ModelFamily, settings: QuantizeSettings | None, element_size: int) -> Groups:
-    """Modules with weights of their own by what will be done: QUANTIZED, KEPT and NOT_LINEAR, also where that is empty.
-    Works on meta tensors, of element_size each."""
+    """Modules with weights of their own by what will be done. Works on meta tensors, of element_size each."""
     groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
     for name, module in model.named_modules():
         if not (size := sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size):
@@ -254,10 +249,13 @@ def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: Quant
     return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED
 
 
-def _num_bytes(module: nn.Module) -> int:
-    """Of what it holds itself; of an 8-bit layer its scales and rotation, too."""
-    buffers = module.buffers(recurse=False) if isinstance(module, FrozenLinear8) else ()
-    return sum(tensor.nbytes for tensor in (*module.parameters(recurse=False), *buffers))
+def _num_bytes(module: nn.Module) -> tuple[int, int]:
+    """Of what it holds itself, before and after; of a layer in few bits its scales and rotation, too."""
+    after = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+    if not isinstance(module, FrozenLinear8):
+        return after, after
+    before = after - module.weight.nbytes + module.in_features * module.out_features * module.compute_dtype.itemsize
+    return before, after + sum(buffer.nbytes for buffer in module.buffers(recurse=False))
 
 
 def total_bytes(groups: Groups) -> tuple[int, int]:
@@ -268,22 +266,16 @@ def total_bytes(groups: Groups) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What was done to modules with weights of their own: QUANTIZED, KEPT and NOT_LINEAR, also where that is empty."""
+    """What was done to modules with weights of their own."""
 
     scheme: str
     groups: Groups
     num_taken: int = 0  # quantized layers that a file, or the cache of an earlier run, held in 8 bits already
 
-    @property
-    def num_quantized(self) -> int:
-        return len(self.groups[QUANTIZED])
-
     def summary(self) -> str:
         """One line, sizes in decimal GB."""
         skipped = ", ".join(f"{len(group)} {reason}" for reason, group in self.groups.items() if reason != QUANTIZED)
         taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
-        before, after = total_bytes(self.groups)
-        return (
-            f"{self.num_quantized} linears to {self.scheme}{taken}, {before / 1e9:.2f} -> {after / 1e9:.2f} GB; "
-            f"left alone: {skipped}"
-        )
+        before, after = (f"{each / 1e9:.2f}" for each in total_bytes(self.groups))
+        done = f"{len(self.groups[QUANTIZED])} linears to {self.scheme}{taken}, {before} -> {after} GB"
+        return f"{done}; left alone: {skipped}"

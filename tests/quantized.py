@@ -11,7 +11,7 @@ def apply_quantization(model: nn.Module, family: ModelFamily, settings: Quantize
     quantizer = Quantizer(family, settings)
     for name, module in list(model.named_modules()):
         if quantizer.is_wanted(name, module):
-            model.set_submodule(name, quantizer.finish(name, module))
+            model.set_submodule(name, quantizer.finish(module))
     return quantizer.close(model)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..checkpoints.lora_file import DORA, FIRST, LOHA, LOKR, MAGNITUDE, OFT, A, B, is_of_text
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
-from ..patches.lora import lora_parameters, matches_any, place_lora_with_base, resolve_targets
+from ..patches.lora import lora_parameters, matches_any, resolve_targets
 from ..patches.lora_linear import add_magnitudes, apply_fused, apply_oft, changed_weight, fit_loha, oft_block_size
 from ..quantization.quantize import full_weight
 
@@ -222,7 +222,6 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
             fit_loha(map(model.get_submodule, targets), _ADAPTER, settings.rank)
     if settings.dora and settings.kind != "lora":
         add_magnitudes(map(model.get_submodule, targets), _ADAPTER)
-    place_lora_with_base(model)
     dtype = getattr(torch, settings.dtype)
     for name in lora_parameters(model):
         model.get_submodule(name.rpartition(".")[0]).to(dtype)

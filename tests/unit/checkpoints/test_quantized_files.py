@@ -15,7 +15,7 @@ from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization import stored
-from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, full_weight
+from devicebridge.quantization.quantize import QUANTIZED, SCHEMES, Quantizer, QuantizeSettings, full_weight
 from devicebridge.quantization.stored import make_convrot
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.gguf_files import pack, write_gguf
@@ -174,7 +174,7 @@ def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme
         if module.bias is not None:
             assert torch.equal(module.bias, exact.get_submodule(fqn).bias)
     assert (num_taken > 3) == (FORMATS[how].dtype is settings.stored_dtype)
-    assert num_taken < report.num_quantized
+    assert num_taken < len(report.groups[QUANTIZED])
     inputs = {
         k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in TINY[name].make_inputs().items()
@@ -201,10 +201,11 @@ def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pyte
             if quantizer.is_wanted(name, module):
                 values = on_cpu(module.weight).float() * on_cpu(module.scale)
                 assert torch.equal(values.bfloat16(), plain.get_submodule(name).weight), name
-    num_others = sum(info.quantized_types.values()) - report.num_quantized
+    num_kept = len(report.groups[QUANTIZED])
+    num_others = sum(info.quantized_types.values()) - num_kept
     said = [record.getMessage() for record in caplog.records if "kept as they are" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].endswith(f"{report.num_quantized} kept as they are, {num_others} dequantized") and num_others > 0
+    assert said[0].endswith(f"{num_kept} kept as they are, {num_others} dequantized") and num_others > 0
 
 
 def test_shards_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Pat
     assert torch.allclose(exact.weight.double(), turned, atol=1e-6)
     settings = QuantizeSettings("int8")
     rounded = load_transformer(info, cpu, torch.float32, Quantizer(info.family, settings))
-    expected = Quantizer(info.family, settings).finish(name, exact)
+    expected = Quantizer(info.family, settings).finish(exact)
     assert torch.equal(rounded.get_submodule(name).weight, expected.weight)
 
 

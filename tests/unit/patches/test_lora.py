@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from devicebridge.patches.lora import is_lora_name, lora_parameters, place_lora_with_base, resolve_targets
-from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.patches.lora import is_lora_name, lora_parameters, resolve_targets
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
@@ -83,37 +82,3 @@ def test_patterns_that_match_nothing_are_named_with_what_they_match_instead():
     assert "'*.to_q'" not in str(error.value)
     with pytest.raises(ValueError, match=r"'\*.TO_Q'"):
         resolve_targets(model, ("*.TO_Q",))
-
-
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_lora_follows_the_layer_it_adapts(use_dora):
-    model = attach(Model(), use_dora=use_dora)
-    ids = torch.tensor([0, 3, 1])
-    expected = model(ids).detach()
-    with emulated_cards():
-        model.joint[0].to(CARDS[0])
-        model.joint[1].to(CARDS[1])
-        for name in ("lora_A", "lora_B"):
-            model.joint[1].to_q.get_submodule(name).to(CARDS[0])  # strayed to another card
-        model.joint[0].to_q.lora_B.to("cpu")
-        model.image[0].to_q.base_layer.to(CARDS[1])  # the layer moved, its LoRA did not
-        model.image[0].to_out.to(CARDS[1])
-        model.image[0].norm_q.to(CARDS[1])
-        place_lora_with_base(model)
-        for name, parameter in lora_parameters(model).items():
-            owner = model.get_submodule(name.partition(".lora_")[0])
-            assert parameter.device == owner.base_layer.weight.device, name
-        assert isinstance(model.image[0].to_q.lora_A["default"].weight.data, EmulatedTensor)
-        x = model.embed(ids)
-        for block, card in ((model.joint[0], CARDS[0]), (model.joint[1], CARDS[1]), (model.image[0], CARDS[1])):
-            x = block(x.to(card))
-    torch.testing.assert_close(on_cpu(x), expected)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_parameters_in_place_keep_their_identity(device):
-    with torch.device(device):
-        model = attach(Model())
-    before = {name: id(parameter) for name, parameter in lora_parameters(model).items()}
-    place_lora_with_base(model)
-    assert {name: id(parameter) for name, parameter in lora_parameters(model).items()} == before

@@ -1,5 +1,7 @@
 """The LoRA that is attached: the same however the model is split, gone without a trace, and right in ComfyUI."""
 
+from typing import Any
+
 import pytest
 import torch
 from devicebridge.checkpoints.lora_file import lycoris_for_comfyui
@@ -7,6 +9,7 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings, full_weight
+from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora, find_targets, without_lora
@@ -170,3 +173,17 @@ def test_a_kind_begins_with_no_change_and_its_file_gives_comfyui_the_trained_lay
 def test_oft_of_rows_that_cannot_be_cut_is_refused_by_name():
     with pytest.raises(ValueError, match=r"cut the rows of .*blocks of 2 to 1; set another lora\.rank"):
         find_targets(TINY["wan"].make_model(), FAMILIES["wan"], LoraSettings(kind="oft", rank=1))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kind": "lora", "dora": True}, {"kind": "lokr"}, {"kind": "loha"}, {"kind": "oft"}]
+)
+def test_an_adapter_is_on_the_card_of_its_layer(settings: dict[str, Any]) -> None:
+    model = TINY["flux2"].make_model().requires_grad_(False)
+    with emulated_cards():
+        model.single_transformer_blocks.to(CARDS[1])
+        handle = apply_lora(model, FAMILIES["flux2"], LoraSettings(rank=2, **settings), seed=0)
+        for name in handle.targets:
+            layer = model.get_submodule(name)
+            device = CARDS[1] if name.startswith("single_") else torch.device("cpu")
+            assert {each.device for each in layer.parameters()} == {device}, name
