@@ -15,7 +15,6 @@ from typing import Any
 import diffusers
 import torch
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, make_published_info
-from devicebridge.checkpoints.load import LayerStore
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.data.samples import BatchOrder, Sample
 from devicebridge.encoding.store import CacheStore
@@ -147,7 +146,7 @@ def draw_model(
     seed: int = 0,
     fill: Fill = fill_normal,
     family: ModelFamily = FAMILY,
-    store: LayerStore | None = None,
+    store: WeightOffload | None = None,
 ) -> tuple[Any, QuantizeReport | None]:
     """Draw each layer on its device and quantize it before the next one exists.
 
