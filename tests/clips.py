@@ -22,10 +22,7 @@ COLOURS = np.array(
     dtype=np.uint8,
 )  # fmt: skip
 _ENCODERS: Mapping[str, tuple[str, str]] = {  # suffix -> encoder, pixel format
-    ".mp4": ("libx264", "yuv444p"),
-    ".mov": ("libx264", "yuv444p"),
-    ".m4v": ("libx264", "yuv444p"),
-    ".mkv": ("libx264", "yuv444p"),
+    **dict.fromkeys((".mp4", ".mov", ".m4v", ".mkv"), ("libx264", "yuv444p")),
     ".webm": ("libvpx-vp9", "yuv420p"),
 }
 

@@ -27,17 +27,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "flux1": {**_FLUX, "in_channels": 64, "pooled_projection_dim": 32, "axes_dims_rope": (16, 56, 56)},
     "flux2": {**_FLUX, "in_channels": 128, "timestep_guidance_channels": 256, "axes_dims_rope": (32, 32, 32, 32)},
     "wan": {
-        **_HEAD,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "ffn_dim": 192,
-        "num_layers": 4,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
+        **_HEAD, "in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "ffn_dim": 192,
+        "num_layers": 4, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads",
     },
-}
+}  # fmt: skip
 
 
 def make_twin(name: str) -> nn.Module:

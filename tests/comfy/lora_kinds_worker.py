@@ -1,5 +1,4 @@
-"""LoRA kinds on ComfyUI's own classes: stock loaders read all in full, and training goes on from any file; cases of
-test_lora_kinds.py."""
+"""LoRA kinds on ComfyUI's own classes: stock loaders read all in full, and training goes on from any file."""
 
 import json
 from collections.abc import Mapping

@@ -1,5 +1,4 @@
-"""ComfyUI's own loader reads every result of `devicebridge lora`, and adds to each weight what was asked for; cases of
-test_lora_tools.py."""
+"""ComfyUI's own loader reads every result of `devicebridge lora`, and adds to each weight what was asked for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a model of ComfyUI's is given beside its caption, and what ComfyUI's sampler and nodes make of the same; cases
-of test_native_conditions.py."""
+"""What a model of ComfyUI's is given beside its caption, and what ComfyUI's sampler and nodes make of the same."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

@@ -1,5 +1,4 @@
-"""Forecasts for ComfyUI's own models against what emulated cards hold while tiny builds of them train; cases of
-test_native_forecast.py."""
+"""Forecasts for ComfyUI's own models against what emulated cards hold while tiny builds of them train."""
 
 import dataclasses
 import gc

@@ -1,5 +1,4 @@
-"""Files in 8 bits that training of ComfyUI's own models keeps as they are, and what it refuses; cases of
-test_native_sources.py."""
+"""Files in 8 bits that training of ComfyUI's own models keeps as they are, and what it refuses."""
 
 import dataclasses
 import json

@@ -280,15 +280,10 @@ def _started(bench: StoredBench, name: str, prefix: str, down: str, up: str, has
 
 
 STORED_STEPS: dict[str, Callable[[Any], Figures]] = {
-    "kept": kept,
-    "dequantized": dequantized,
-    "stock forward": stock_forward,
-    "stock LoRA": STEPS["stock LoRA"],
+    "kept": kept, "dequantized": dequantized, "stock forward": stock_forward, "stock LoRA": STEPS["stock LoRA"],
     **{name: STEPS[name] for name in ("recompute", "split", "pipeline", "data", "weight offload", "5 steps", "resume")},
-    "tokens": STEPS["tokens"],
-    "counted": counted,
-    "starts": starts,
-}
+    "tokens": STEPS["tokens"], "counted": counted, "starts": starts,
+}  # fmt: skip
 
 
 @case_of(*FORMS)

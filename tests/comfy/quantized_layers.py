@@ -1,5 +1,4 @@
-"""Weights in ComfyUI's 8-bit formats, written by ComfyUI: we read the numbers that ComfyUI reads; cases of
-test_quantized_files.py."""
+"""Weights in ComfyUI's 8-bit formats, written by ComfyUI: we read the numbers that ComfyUI reads."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""Jobs on folders of sounds, and of clips with sounds, train what ComfyUI's own nodes make of them; cases of
-test_sounds.py."""
+"""Jobs on folders of sounds, and of clips with sounds, train what ComfyUI's own nodes make of them."""
 
 import functools
 import json

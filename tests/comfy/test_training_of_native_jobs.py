@@ -68,22 +68,13 @@ def images(server: Server) -> Path:
 
 def _graph(images: Path, name: str, **train: Any) -> dict[str, Any]:
     settings = {
-        **from_folder(Path()),
-        "LoadModelForTraining.path": "",
-        "TrainingDataset.folder": images.name,
-        "TrainingDataset.resolutions": str(SIDE),
-        "CacheCaptionsAndLatents.cache_folder": "cache_native",
-        "TrainLora.steps": 2,
-        "TrainLora.accumulation": 1,
-        "TrainLora.sample_prompts": "",
-        "TrainLora.rank": 2,
-        "TrainLora.alpha": 2.0,
-        "TrainLora.learning_rate": 0.01,
-        "TrainLora.random_seed": 7,
-        "TrainLora.lora_dtype": "float32",
-        "TrainLora.name": name,
+        **from_folder(Path()), "LoadModelForTraining.path": "", "TrainingDataset.folder": images.name,
+        "TrainingDataset.resolutions": str(SIDE), "CacheCaptionsAndLatents.cache_folder": "cache_native",
+        "TrainLora.steps": 2, "TrainLora.accumulation": 1, "TrainLora.sample_prompts": "", "TrainLora.rank": 2,
+        "TrainLora.alpha": 2.0, "TrainLora.learning_rate": 0.01, "TrainLora.random_seed": 7,
+        "TrainLora.lora_dtype": "float32", "TrainLora.name": name,
         **{f"TrainLora.{key}": value for key, value in train.items()},
-    }
+    }  # fmt: skip
     graph = set_values(read_workflow(EXAMPLE_API), {f"DeviceBridge{key}": value for key, value in settings.items()})
     graph["encoders"] = {"class_type": "TestTinyEncoders", "inputs": {"family": "flux2_native", "seed": 0}}
     graph["stock"] = {"class_type": "UNETLoader", "inputs": {"unet_name": MODEL, "weight_dtype": "default"}}

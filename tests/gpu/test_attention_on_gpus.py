@@ -8,14 +8,10 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.attention import sound_attention
 from devicebridge.patches.compile_blocks import apply_compile
+from devicebridge.tests.gpu.conftest import NEEDS_CUDA
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.version.hip is not None, reason="needs a CUDA GPU; torch sees none here"
-    ),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
 
 
 def _flux1_gradients(model, kernel=None):

@@ -11,17 +11,13 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.attention import sound_attention
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.quantization.quantize import QuantizeSettings, refusal
+from devicebridge.tests.gpu.conftest import NEEDS_CUDA
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.compile_check import BlockCheck, worst_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.version.hip is not None, reason="needs a CUDA GPU; torch sees none here"
-    ),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
 DEVICE = torch.device("cuda:0")
 # Two blocks of each kind whose products are wide and long enough for every 8-bit kernel. bf16 alone is off by 1 %,
 # float8's rounding of a gradient by 3 % in each of many layers.

@@ -8,15 +8,12 @@ from devicebridge.jobs.job import run_job
 from devicebridge.parallel.local import bridge
 from devicebridge.parallel.offload.activations import NUM_WAITING, ActivationOffload
 from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.tests.gpu.conftest import NUM_GPUS
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from torch import nn
 
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("deterministic_algorithms"),
-    pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU; torch sees 0 here"),
-]
+_NEEDS_ONE = pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU; torch sees 0 here")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic_algorithms"), _NEEDS_ONE]
 
 NUM_BLOCKS, NUM_BATCHES = 16, 3
 

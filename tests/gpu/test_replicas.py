@@ -5,21 +5,14 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs.job import run_job
 from devicebridge.parallel.local.data_parallel import DataParallel
+from devicebridge.tests.gpu.conftest import CARDS, NEEDS_TWO
 from devicebridge.tests.replica_cases import make_replicas
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.tiny_split import make_batches_for
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("deterministic_algorithms"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.device_count() < 2,
-        reason=f"needs two GPUs; torch sees {torch.cuda.device_count() if torch.cuda.is_available() else 0} here",
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic_algorithms"), NEEDS_TWO]
 
 NAMES = sorted(FAMILIES)
-CARDS = [torch.device("cuda", index) for index in range(2)]
 
 
 def _copied(name, count, **settings):

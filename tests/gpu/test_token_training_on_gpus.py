@@ -4,10 +4,10 @@ import pytest
 import torch
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.parallel.runner import Runner
+from devicebridge.tests.gpu.conftest import CARDS, NEEDS_TWO
 from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, make_toy, make_training, microbatches
 
-CARDS = [torch.device("cuda", index) for index in range(2)]
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, NEEDS_TWO]
 
 
 @pytest.mark.parametrize("plan", [PLAN, WHOLE_TEXT], ids=["text shared out", "text whole"])

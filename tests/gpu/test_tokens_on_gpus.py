@@ -12,15 +12,14 @@ from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.token_graphs import Replays
 from devicebridge.parallel.local.tokens import TokenParallel
 from devicebridge.parallel.staged_copies import SideStreams
+from devicebridge.tests.gpu.conftest import CARDS, NEEDS_TWO
 from devicebridge.tests.unit.parallel.test_graphs import where
 from devicebridge.tests.unit.parallel.test_tokens import HEADED
 from torch import nn
 from torch.nn import functional as F
 
-CARDS = [torch.device("cuda", index) for index in range(2)]
 WIDTH, HEADS, BLOCKS = 1024, 8, 6
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = NEEDS_TWO
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *, skip_reshape: bool) -> torch.Tensor:

@@ -8,18 +8,12 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs.job import run_job
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.tests.gpu.conftest import NEEDS_TWO
 from devicebridge.tests.placed import apply_block_split, apply_weight_offload, place
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.parallel.test_weight_offload import CHAIN, Chain
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("deterministic_algorithms"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.device_count() < 2,
-        reason=f"needs two GPUs; torch sees {torch.cuda.device_count() if torch.cuda.is_available() else 0} here",
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic_algorithms"), NEEDS_TWO]
 
 NAMES = sorted(FAMILIES)
 LONGER = {"steps": 12, "batch_size": 2, "seed": 3}

@@ -85,7 +85,7 @@ def _kinds_of_pixels() -> dict[str, tuple[Image.Image, np.ndarray]]:
     colours = size.integers(0, 256, (256, 3), dtype=np.uint8)
     palette = Image.fromarray(grey, "P")
     palette.putpalette(colours.tobytes())
-    ink = 255 - rgba.astype(float)
+    ink, of_deep = 255 - rgba.astype(float), (deep // 257)[..., None].repeat(3, 2)
     return {
         "L": (Image.fromarray(grey), grey[..., None].repeat(3, 2)),
         "LA": (Image.fromarray(rgba[..., 2:], "LA"), _on_white(rgba[..., [2, 2, 2, 3]])),
@@ -93,26 +93,18 @@ def _kinds_of_pixels() -> dict[str, tuple[Image.Image, np.ndarray]]:
         "RGB": (Image.fromarray(rgba[..., :3]), rgba[..., :3]),
         "RGBA": (Image.fromarray(rgba), _on_white(rgba)),
         "CMYK": (Image.frombytes("CMYK", (9, 6), rgba.tobytes()), ink[..., :3] * ink[..., 3:] / 255),
-        "I;16": (Image.fromarray(deep), (deep // 257)[..., None].repeat(3, 2)),
-        "I;16B": (
-            Image.frombytes("I;16B", (9, 6), deep.astype(">u2").tobytes()),
-            (deep // 257)[..., None].repeat(3, 2),
-        ),
+        "I;16": (Image.fromarray(deep), of_deep),
+        "I;16B": (Image.frombytes("I;16B", (9, 6), deep.astype(">u2").tobytes()), of_deep),
         "1": (Image.fromarray(grey > 99), np.where(grey > 99, 255, 0)[..., None].repeat(3, 2)),
     }
 
 
 PIXELS = _kinds_of_pixels()
 _SHOWN = {  # by the number in EXIF, how stored pixels are to be shown
-    1: lambda stored: stored,
-    2: np.fliplr,
-    3: lambda stored: np.rot90(stored, 2),
-    4: np.flipud,
-    5: lambda stored: stored.swapaxes(0, 1),
-    6: lambda stored: np.rot90(stored, -1),
-    7: lambda stored: np.rot90(stored, 2).swapaxes(0, 1),
-    8: np.rot90,
-}
+    1: lambda stored: stored, 2: np.fliplr, 3: lambda stored: np.rot90(stored, 2), 4: np.flipud,
+    5: lambda stored: stored.swapaxes(0, 1), 6: lambda stored: np.rot90(stored, -1),
+    7: lambda stored: np.rot90(stored, 2).swapaxes(0, 1), 8: np.rot90,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("turn", _SHOWN)
@@ -143,12 +135,9 @@ def test_only_what_was_misread_is_encoded_anew(tmp_path: Path) -> None:
 
 
 _TIFFS_WITHOUT_MEANING = {  # bits, photometric interpretation, sample format
-    "white is zero": (16, 0, 1),
-    "12 bits": (12, 1, 1),
-    "signed 16 bits": (16, 1, 2),
-    "signed 8 bits": (8, 1, 2),
+    "white is zero": (16, 0, 1), "12 bits": (12, 1, 1), "signed 16 bits": (16, 1, 2), "signed 8 bits": (8, 1, 2),
     "32 bits": (32, 1, 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", _TIFFS_WITHOUT_MEANING)

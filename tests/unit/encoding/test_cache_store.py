@@ -2,7 +2,7 @@
 
 import os
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -102,11 +102,8 @@ def test_writers_of_one_key_do_not_disturb_each_other_or_readers(tmp_path):
             if found is None or not _same(found, _tensors()):
                 broken.append(found)
 
-    threads = [threading.Thread(target=work) for work in (write, write, write, read, read)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(5) as threads:
+        list(threads.map(lambda work: work(), (write, write, write, read, read)))
     assert not broken
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{KEY}.safetensors"]
 

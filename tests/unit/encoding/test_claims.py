@@ -5,8 +5,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,11 +128,8 @@ def test_several_at_once_compute_every_entry_once(store, monkeypatch, size):
                 time.sleep(0.002)
                 store.put(key, {"x": torch.ones(1)})
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: work(), range(4)))
     assert sorted(computed) == KEYS and len(found) == 3 * len(KEYS)
     assert not list(store.claims_folder.iterdir())
 
@@ -225,13 +222,11 @@ def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, 
     assert caplog.text.count("file system without locks") == 1
 
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "killed_caches.py"
-
-
 @pytest.mark.long  # one killed process is in test_claims.py
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_killed_fillers_damage_nothing_and_nothing_finished_is_computed_again():
-    command = [sys.executable, str(SCRIPT), "--kills", "4", "--samples", "14", "--seed", "1"]
+    script = str(ROOT / "benchmarks" / "killed_caches.py")
+    command = [sys.executable, script, "--kills", "4", "--samples", "14", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

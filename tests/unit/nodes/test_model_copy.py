@@ -58,12 +58,8 @@ def model() -> Model:
     return Model().requires_grad_(False)
 
 
-def _copy(module: ModuleType, model: Model) -> tuple[Any, Any]:
-    return module.copy_structure(model)
-
-
 def test_the_copy_computes_the_same_from_the_same_storages(model_copy: ModuleType, model: Model) -> None:
-    copied, _ = _copy(model_copy, model)
+    copied, _ = model_copy.copy_structure(model)
     x = torch.randn(2, 4)
     assert torch.equal(copied(x), model(x))
     assert list(copied.state_dict()) == list(model.state_dict())
@@ -74,7 +70,7 @@ def test_the_copy_computes_the_same_from_the_same_storages(model_copy: ModuleTyp
 
 
 def test_a_move_or_a_patch_of_one_tree_is_not_seen_by_the_other(model_copy: ModuleType, model: Model) -> None:
-    copied, _ = _copy(model_copy, model)
+    copied, _ = model_copy.copy_structure(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     copied.to(torch.float64)
     copied.blocks[1].gain = nn.Parameter(torch.zeros(4), requires_grad=False)
@@ -85,7 +81,7 @@ def test_a_move_or_a_patch_of_one_tree_is_not_seen_by_the_other(model_copy: Modu
 
 def test_references_inside_the_model_lead_inside_the_copy(model_copy: ModuleType, model: Model) -> None:
     model.blocks[1].forward = functools.partial(lambda layer, x: layer.linear(x), model.blocks[1])
-    copied, _ = _copy(model_copy, model)
+    copied, _ = model_copy.copy_structure(model)
     assert copied.first is copied.blocks[0] and copied.act.__self__ is copied.blocks[1]
     assert copied.blocks[1].forward.args == (copied.blocks[1],)
     assert copied.sizes == [1, 2, 3] and copied.sizes is not model.sizes
@@ -99,7 +95,7 @@ def test_load_state_stays_behind(model_copy: ModuleType, model: Model) -> None:
     model._comfy_malloc_graph = object()  # a copy would free the original's memory
     model.blocks[0]._comfy_graph = {"graph": threading.Lock()}  # as a CUDA graph, it cannot be copied
     model.blocks[1].weight_function = ["a patch"]
-    copied, _ = _copy(model_copy, model)
+    copied, _ = model_copy.copy_structure(model)
     assert not {"_v", "comfy_patched_weights", "_comfy_graph"} & vars(copied.blocks[0]).keys()
     assert not {"model_loaded_weight_memory", "_comfy_malloc_graph"} & vars(copied).keys()
     assert copied.current_patcher is None
@@ -109,11 +105,11 @@ def test_load_state_stays_behind(model_copy: ModuleType, model: Model) -> None:
 def test_what_cannot_be_copied_is_named(model_copy: ModuleType, model: Model) -> None:
     model.blocks[2].reader = (line for line in "text")
     with pytest.raises(RuntimeError, match=r"blocks\.2 \(Layer\).*cannot be copied.*Load Diffusion Model Across GPUs"):
-        _copy(model_copy, model)
+        model_copy.copy_structure(model)
 
 
 def test_bound_methods_and_modules_follow_to_the_copy_and_what_is_around_an_old_layer_is_refused(model_copy, model):
-    copied, copies = _copy(model_copy, model)
+    copied, copies = model_copy.copy_structure(model)
     followed = lambda value: model_copy.follow_copy(value, copies, copies, "a patch")  # noqa: E731
     assert followed(model.blocks[1].scaled).__self__ is copied.blocks[1]
     assert followed(model.blocks[2]) is copied.blocks[2]
@@ -153,7 +149,7 @@ def _long_way(layer: nn.Module) -> Any:
     ids=["partial", "object", "bound method", "registry", "injection", "a longer way to it first"],
 )
 def test_what_captured_a_layer_is_refused(model_copy: ModuleType, model: Model, capture: Any) -> None:
-    _, copies = _copy(model_copy, model)
+    _, copies = model_copy.copy_structure(model)
     with pytest.raises(ValueError, match=r"a patch .* holds on to it \(Layer layer\).*directly after the loader"):
         model_copy.check_independent(capture(model.blocks[0]), copies, "a patch")
     model_copy.check_independent(capture(Layer()), copies, "a patch")  # a layer of its own is none of our business
@@ -186,7 +182,7 @@ def _packed() -> Any:
 
 def test_a_weight_that_gives_itself_back_is_another_tensor_over_the_same_storage(model_copy, model):
     model.blocks[0].gain = nn.Parameter(_packed(), requires_grad=False)
-    copied, _ = _copy(model_copy, model)
+    copied, _ = model_copy.copy_structure(model)
     old, new = model.blocks[0].gain, copied.blocks[0].gain
     returned = model_copy.original_of({"gain": old}.get, "gain", new, torch.device("cpu"))
     for other in (new, returned):
@@ -212,5 +208,5 @@ def test_an_object_that_answers_to_nothing_is_passed_by(model_copy: ModuleType, 
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(name)
 
-    _, copies = _copy(model_copy, model)
+    _, copies = model_copy.copy_structure(model)
     model_copy.check_independent({"option": Shy()}, copies, "an option")

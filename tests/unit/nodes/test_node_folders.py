@@ -36,36 +36,31 @@ def _image_folder(folder: Path) -> Path:
     return folder
 
 
-def _ways(folders: ModuleType, path: Path) -> dict[str, object]:
-    """Every socket that takes a full path, as a function that reads it."""
-    return {
-        "dataset": lambda: folders.folder_in_input(str(path), "folder"),
-        "model": lambda: folders.find_model(folders.USE_PATH, str(path)),
-        "vae": lambda: folders.find_component("vae", str(path)),
-        "text_encoders": lambda: folders.find_component("text_encoders", str(path)),
-    }
+WAYS: dict[str, Callable[[ModuleType, Path], Any]] = {  # every socket that takes a full path, and what reads it
+    "dataset": lambda folders, path: folders.folder_in_input(str(path), "folder"),
+    "model": lambda folders, path: folders.find_model(folders.USE_PATH, str(path)),
+    "vae": lambda folders, path: folders.find_component("vae", str(path)),
+    "text_encoders": lambda folders, path: folders.find_component("text_encoders", str(path)),
+}
 
 
-SOCKETS = ["dataset", "model", "vae", "text_encoders"]
-
-
-@pytest.mark.parametrize("socket", SOCKETS)
+@pytest.mark.parametrize("socket", WAYS)
 def test_a_path_elsewhere_is_refused_alike_whether_or_not_it_is_there(folders, tmp_path, socket):
     there, missing = _image_folder(tmp_path / "private_a"), tmp_path / "private_b"
     messages = []
     for path in (there, missing):
         with pytest.raises(ValueError, match=r"devicebridge\.toml") as refused:
-            _ways(folders, path)[socket]()  # type: ignore[operator]
+            WAYS[socket](folders, path)
         messages.append(str(refused.value).replace(path.name, "NAME"))
     assert messages[0] == messages[1] and "exist" not in messages[0] and "bytes" not in messages[0]
 
 
-@pytest.mark.parametrize("socket", SOCKETS)
+@pytest.mark.parametrize("socket", WAYS)
 @pytest.mark.parametrize("place", ["input", "output", "temp", "user", "models/vae", "../allowed"])
 def test_comfyuis_own_folders_and_those_that_the_user_allows_are_read(folders, host, place, socket):
     host.allow(host.root.parent / "allowed")
     folder = _image_folder((host.root / place).resolve() / "dogs")
-    assert Path(_ways(folders, folder)[socket]()) == folder  # type: ignore[operator]
+    assert Path(WAYS[socket](folders, folder)) == folder
 
 
 def test_extra_model_paths_are_read_and_other_packs_code_is_not(folders, host, tmp_path):

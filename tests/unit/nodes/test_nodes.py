@@ -408,10 +408,8 @@ def test_defaults_make_the_jobs_defaults(nodes: ModuleType, host: comfy_stub.Fak
     assert job.output == config.OutputConfig(folder=folder, name="my_lora", tensorboard=False)
     assert job.train == config.LoopConfig(steps=1000, gradient_accumulation_steps=4)
     assert job.cache == config.CacheConfig(folder=str(host.root / "output/devicebridge/cache"))
-    for section, default in [("lora", config.LoraSettings()), ("objective", config.ObjectiveConfig())]:
-        assert getattr(job, section) == default
-    assert job.optimizer == config.OptimizerConfig()
-    assert job.schedule == config.ScheduleConfig()
+    assert (job.lora, job.objective) == (config.LoraSettings(), config.ObjectiveConfig())
+    assert (job.optimizer, job.schedule) == (config.OptimizerConfig(), config.ScheduleConfig())
 
 
 CHANGES: list[tuple[Any, ...]] = [  # socket, its setting, a value, and what that is in the job where it is another

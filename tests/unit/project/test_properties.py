@@ -16,6 +16,7 @@ import torch
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import load_tensors
 from devicebridge.config.job import JobConfig, job_keys, job_to_dict, load_job, make_job
+from devicebridge.tests.unit.config.test_ranges import MINIMAL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -26,23 +27,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 stable = settings(
     derandomize=True, database=None, deadline=None, max_examples=120, suppress_health_check=list(HealthCheck)
 )
-PLAIN = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=20)
-    | st.sampled_from(["auto", "cpu", "cuda:0", "../..", "nan", "\0", "int8"])
-)
+WORDS = st.sampled_from(["auto", "cpu", "cuda:0", "../..", "nan", "\0", "int8"])
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | WORDS
 ANY = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
 NAMES = st.text(string.ascii_letters + ".0", min_size=1, max_size=12)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
-MINIMAL: dict[str, Any] = {
-    "model": {"path": "/models/a"}, "data": {"folders": [{"path": "/data/cats"}]}, "train": {"steps": 10},
-    "output": {"folder": "/runs/a"},
-}  # fmt: skip
 
 
 @st.composite
@@ -104,14 +95,12 @@ def test_any_damage_to_a_job_file_is_read_or_refused_with_its_name(damage: Any) 
             assert "job.toml" in str(error)
 
 
-ENTRY = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from(["F32", "BF16", "I64", "F4", "X", ""]) | PLAIN,
-        "shape": st.lists(st.integers(-1, 5), max_size=3) | ANY,
-        "data_offsets": st.lists(st.integers(-1, 64), min_size=1, max_size=3) | ANY,
-    },
-)
+_FIELDS = {
+    "dtype": st.sampled_from(["F32", "BF16", "I64", "F4", "X", ""]) | PLAIN,
+    "shape": st.lists(st.integers(-1, 5), max_size=3) | ANY,
+    "data_offsets": st.lists(st.integers(-1, 64), min_size=1, max_size=3) | ANY,
+}
+ENTRY = st.fixed_dictionaries({}, optional=_FIELDS)
 
 
 @stable
