@@ -90,17 +90,17 @@ class Bench:
         self.lora = (self.bases["trained"] / LORA).read_bytes()
 
     def cases(self) -> Iterator[Case]:
-        from devicebridge.tests import bad_files, bad_inputs, bad_runs
+        from devicebridge.tests import bad_files, bad_inputs
 
         plain, trained = self.bases.values()
         yield from bad_inputs.job_key_cases()
         yield from bad_inputs.job_file_cases()
         yield from bad_files.json_cases(plain)
         yield from bad_files.weight_cases()
-        yield from bad_runs.dataset_cases()
-        yield from bad_runs.checkpoint_cases(trained)
-        yield from bad_runs.cache_cases(trained)
-        yield from bad_runs.command_cases()
+        yield from bad_files.dataset_cases()
+        yield from bad_files.checkpoint_cases(trained)
+        yield from bad_files.cache_cases(trained)
+        yield from bad_files.command_cases()
 
     def run(self, case: Case, limit_s: float = LIMIT_S) -> Outcome:
         from devicebridge.tests.bad_inputs import LORA, fault_of, place_copy

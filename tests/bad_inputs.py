@@ -14,6 +14,7 @@ config says of each key, so a new key has them at once.
 
 import copy
 import datetime
+import functools
 import json
 import math
 import os
@@ -208,8 +209,20 @@ def job_file_cases() -> Iterator[Case]:
         yield Case("job files", name, at("job.toml", spoil), ("job.toml",))
 
 
+def filler(data: bytes) -> Spoil:
+    return lambda path: void(path.write_bytes(data))
+
+
+def fillers(contents: Mapping[str, bytes]) -> dict[str, Spoil]:
+    return {name: filler(data) for name, data in contents.items()}
+
+
 def writer(name: str, data: bytes) -> Spoil:
-    return lambda folder: void((folder / name).write_bytes(data))
+    return at(name, filler(data))
+
+
+def both(first: Callable[[Path], object], then: Spoil) -> Spoil:
+    return lambda folder: void((first(folder), then(folder)))
 
 
 def void(_: object) -> None:
@@ -228,8 +241,11 @@ def _replaced(make: Callable[[Path], object]) -> Spoil:
     return change
 
 
-def cut(share: float) -> Spoil:
-    return lambda path: void(path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)]))
+def cuts(*shares: float, digits: int = 0) -> dict[str, Spoil]:
+    def cut(path: Path, share: float) -> None:
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+    return {f"cut at {share:.{digits}%}": functools.partial(cut, share=share) for share in shares}
 
 
 ODD_FILES: dict[str, Spoil] = {
@@ -238,10 +254,10 @@ ODD_FILES: dict[str, Spoil] = {
     "a link to /dev/zero": _replaced(lambda path: path.symlink_to("/dev/zero")),
     "a link to nothing": _replaced(lambda path: path.symlink_to("/nowhere/x")),
 }  # fmt: skip
-NO_OBJECT: dict[str, bytes] = {
+NO_OBJECT = fillers({
     "list": b"[]", "null": b"null", "number": b"3", "text": b'"x"', "empty": b"", "not UTF-8": b'{"a": "\xff\xfe"}',
     "deep": b"[" * 100_000, "a name twice": b'{"a": 1, "a": 2}', "NUL": b"\0" * 64,
-}  # fmt: skip
+})  # fmt: skip
 
 
 _OBEYED = re.compile("[\x00-\x08\x0e-\x1f\x7f\u202e]")  # by a terminal, but for what moves a line of progress

@@ -143,8 +143,7 @@ class EmulatedTensor(torch.Tensor):
 
 @functools.cache
 def _on_cards(library_class: type) -> type:
-    """A library's tensor class, on an emulated card; what its operations return is of that class again, anywhere,
-    unless the class has its own idea of that."""
+    """A library's tensor class, on an emulated card; its operations return that class, unless it says otherwise."""
 
     def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():

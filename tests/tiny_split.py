@@ -56,8 +56,7 @@ def random_lora(model: torch.nn.Module, family: ModelFamily, seed: int = 1, **se
 def make_batches_for(
     replica_for: Callable[[int], tuple[Any, torch.device]], name: str, count: int, first: int = 0
 ) -> list[MicroBatch[dict[str, Any]]]:
-    """So many micro-batches of a step, each with inputs of its own, numbered from first on; replica_for: from an index
-    to the model it goes through and its home."""
+    """Micro-batches numbered from first on, each with its own inputs; replica_for: index -> model and its home."""
     family, tiny = FAMILIES[name], TINY[name]
 
     def make(index: int) -> MicroBatch[dict[str, Any]]:

@@ -57,8 +57,7 @@ def keep_picture(page: Any, name: str, width: int = 1200) -> None:
 
 
 def open_tab(page: Any) -> None:
-    """ComfyUI may open the tab that was open before, a moment after a reload; a click then closes it, and the next one
-    opens it."""
+    """ComfyUI may open the last tab a moment after a reload; a click then closes it, and the next one opens it."""
     from playwright.sync_api import TimeoutError as Late
 
     panel = page.locator(".db-panel")

@@ -107,8 +107,7 @@ QUICK = ("Krea 2", "HiDream-I1")
 
 
 def plan_published(folder: Path, names: Collection[str] = tuple(_FILES)) -> dict[str, str]:
-    """By file: what is wrong with its text or its plan for two cards of 80 GB; "" for nothing, the error's name for a
-    class that has no forecast."""
+    """By file: the fault of its text or of its plan for 2x80GB; "" for none, the error's name without a forecast."""
     save_tiny_dataset(folder / "images")
     return {name: _fault(name, folder, *each) for name, each in _FILES.items() if name in names}
 

@@ -123,8 +123,7 @@ def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
 
 
 def _begins_as_the_stock_model(bench: Bench, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """With the same file. Of "metadata" the file holds the strength in its metadata alone, where the stock loader does
-    not look."""
+    """With the same file. Of "metadata" the strength is in its metadata alone, where the stock loader does not look."""
     is_bare = file.stem == "metadata"
     written = {name: each for name, each in tensors.items() if not (is_bare and name.endswith(".alpha"))}
     said = {"lora_adapter_metadata": json.dumps({"r": 3, "lora_alpha": 1.5})}

@@ -379,8 +379,7 @@ class _Runs:
             yield forward, alone, machine
 
     def check_counted(self) -> None:
-        """What planning/times.py counts of a forward, as shares of what two cards did: bytes from one to the
-        other, and products with weights."""
+        """What planning/times.py counts of a forward, as shares of what two cards did: bytes sent, and products."""
         names = execution_order(self.model, self.row)
         blocks = {name: self.model.get_submodule(name) for name in names}
         plans = {name: find_plan(self.row.tensor, block) for name, block in blocks.items()}

@@ -325,8 +325,7 @@ def _factor(kind: str, sigma: float) -> float:
 
 
 def loss_is_cores(bench: Bench) -> Figures:
-    """Where Train LoRA raises an error, or knows nothing of a noise mask, the stock MODEL's own sampling says what the
-    loss would be."""
+    """Where Train LoRA fails, or knows nothing of a noise mask, the stock MODEL's own sampling says the loss."""
     if bench.family.noise_mask is not None:
         return _loss_is_masked_samplings(bench)
     if bench.info.family.prediction_target == "FLOW_AV":

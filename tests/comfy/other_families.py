@@ -51,8 +51,7 @@ _two_texts = given(  # of HunyuanDiT's text encoders
 
 
 def _image(*latent: int, of: tuple[int, ...] = ()) -> Any:
-    """As InstructPixToPixConditioning gives it, and nodes of videos; with a mask of these sides as
-    InpaintModelConditioning."""
+    """As InstructPixToPixConditioning gives it; with a mask of these sides as InpaintModelConditioning."""
     masks = {"concat_mask": mask(1, *of)} if of else {}
     return given(concat_latent_image=one(*latent), **masks)
 

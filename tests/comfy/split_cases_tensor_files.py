@@ -79,8 +79,7 @@ def no_worse(case: Case, claim: str, found: torch.Tensor, one: torch.Tensor, exa
 
 
 def _file(kind: str, name: str, case: Case) -> None:
-    """A file by both nodes, on three cards, in long runs on two as well; with a LoRA before and behind the split;
-    unloaded and streamed."""
+    """A file by both nodes, on three cards, in long runs on two; a LoRA before and behind the split; also streamed."""
     host, heads = case.host, 2 if name == "qwen_image" else 4
     path = FILES[kind](host, name)
     one, exact = _load(path, name), _exact(host, path, name)

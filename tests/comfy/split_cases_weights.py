@@ -73,8 +73,7 @@ def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any 
 
 @case
 def scheduled_loras(case: Case) -> None:
-    """A weight hook on one condition: weights change between cond and uncond, and by the step. Or one on each, or over
-    a LoRA."""
+    """A hook on one condition: weights change between cond and uncond, and by the step. Or on each, or over a LoRA."""
     host, other = case.host, hooked(NAME, 2, 2)
     for what, seeds, negative in (("on one", (), None), ("on each", (), other), ("over a LoRA", (2,), None)):
         unsplit = _with_loras(host, host.load(NAME, load_device=CPU), *seeds)

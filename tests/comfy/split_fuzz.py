@@ -45,8 +45,7 @@ _EXACT = 5e-6  # what is no product may still take another kernel
 
 @dataclass(frozen=True)
 class Ground:
-    """Where histories are played: the cards of the split, and the device of the unsplit MODEL. On real GPUs that is the
-    first of them: a CPU rounds otherwise."""
+    """The cards of the split and the device of the unsplit MODEL: on GPUs the first one, for a CPU rounds otherwise."""
 
     cards: tuple[torch.device, ...] = CARDS[:NUM_CARDS]
     one: torch.device = CPU

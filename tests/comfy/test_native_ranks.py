@@ -35,8 +35,7 @@ EACH = [pytest.param(name, marks=[] if name in (*ALWAYS, *ASKED) else pytest.mar
 
 
 def _run(comfyui: Path, folder: Path, strategy: str, names: tuple[str, ...], count: int) -> dict[str, dict[str, str]]:
-    """The fault of every step of these models. Of a model with which the processes ended, why, as that of ENDED; the
-    others are computed by new ones."""
+    """The fault of every step of these models. One that ended the processes has why, as ENDED; new ones go on."""
     faults: dict[str, dict[str, str]] = {}
     while left := [name for name in names if name not in faults]:
         arguments = [comfyui, folder / str(len(faults)), strategy, *left]

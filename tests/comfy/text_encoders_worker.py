@@ -133,8 +133,7 @@ def other_clip(bench: Bench) -> None:
 
 
 def same_as_cached(bench: Bench) -> None:
-    """With a LoRA that changes nothing the loss is that of states from the cache, whose captions are encoded by
-    ComfyUI's own CLIP."""
+    """With a LoRA that changes nothing the loss is that of cached states, which ComfyUI's own CLIP has made."""
     cached, _ = bench.first_step("cached", {**_PLAIN, "lora": {"rank": 2, "alpha": 2.0}}, without_lora)
     found, _ = bench.first_step("live", _PLAIN, without_lora)
     assert abs(found / cached - 1) <= 1e-6
@@ -259,8 +258,7 @@ def _as_diffusers(lora: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def same_from_nodes(bench: Bench) -> None:
-    """The nodes of a graph train the LoRA of the job file in every bit, also beside pictures of other prompts; a CLIP
-    whose file nobody knows is refused."""
+    """A graph trains the LoRA of the job file in every bit, also beside pictures; an unknown CLIP is refused."""
     sections = {**_RUN, "samples": {"prompts": ["a blue boat"], "steps": 1, "every_steps": 0}}
     wanted, job = bench.run("job file", sections), bench.job("unused", sections)
     clip = bench.clip()

@@ -1,5 +1,4 @@
-"""Tiny builds of what can be trained natively, beside those of tiny_checkpoints.py: further classes, and classes with
-all that their conditioning nodes add."""
+"""Tiny builds beside those of tiny_checkpoints.py: further classes, and classes with all their conditioning."""
 
 import contextlib
 import dataclasses

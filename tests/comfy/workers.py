@@ -95,8 +95,7 @@ def run_worker(name: str, comfyui: Path, *arguments: str | Path, timeout: float 
 def case_tests(
     script: str, always: Iterable[str] = (), long: Iterable[str] = (), timeout: float = 400
 ) -> Callable[..., None]:
-    """A test for each case of a script (see cases.py), beside those of @case these. Those that are asked for run in one
-    process."""
+    """A test for each case of a script (see cases.py), beside those of @case these; all run in one process."""
     found = re.findall(r"^@(long_)?case\ndef (\w+)", (HERE / script).read_text(encoding="utf-8"), re.MULTILINE)
     is_long = {name: bool(mark) for mark, name in found} | dict.fromkeys(always, False) | dict.fromkeys(long, True)
     marked = [pytest.param(name, marks=[pytest.mark.long] * is_long[name]) for name in is_long]

@@ -17,8 +17,7 @@ NEEDS_CUDA = pytest.mark.skipif(
 
 @pytest.fixture
 def cards_wait() -> Iterator[None]:
-    """Cards count as waiting for the host, so blocks are recorded. A host that falls behind, or a card that does, would
-    decide that otherwise."""
+    """Cards count as waiting for the host, so blocks are recorded; a host that falls behind would decide otherwise."""
     with mock.patch.object(GraphRecorder, "mark", lambda recorder: lambda: True):
         yield
 

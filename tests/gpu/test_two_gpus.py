@@ -20,8 +20,7 @@ LONGER = {"steps": 12, "batch_size": 2, "seed": 3}
 
 
 def _split(devices):
-    """Dropout is drawn by the cards, so runs that are compared bit for bit must be cut alike: not by measured times,
-    nor by what other programs leave free."""
+    """Cards draw dropout, so runs that are compared are cut alike: not by measured times, nor by free memory."""
     return {"devices": devices} | ({"balance": "manual", "split_at": [1]} if len(devices) > 1 else {})
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.tests import bad_files, bad_inputs, bad_runs
+from devicebridge.tests import bad_files, bad_inputs
 from devicebridge.tests.bad_inputs import LORA, Case, fault_of, make_base, place_copy
 
 pytestmark = [
@@ -99,8 +99,8 @@ _GROUPS = ["JSON files", "weight files", "datasets", "checkpoints", "caches", "c
 def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> None:
     made = {
         "JSON files": lambda: bad_files.json_cases(bases["plain"]), "weight files": bad_files.weight_cases,
-        "datasets": bad_runs.dataset_cases, "checkpoints": lambda: bad_runs.checkpoint_cases(bases["trained"]),
-        "caches": lambda: bad_runs.cache_cases(bases["trained"]), "command lines": bad_runs.command_cases,
+        "datasets": bad_files.dataset_cases, "checkpoints": lambda: bad_files.checkpoint_cases(bases["trained"]),
+        "caches": lambda: bad_files.cache_cases(bases["trained"]), "command lines": bad_files.command_cases,
     }  # fmt: skip
     wanted = (case for case in made[group]() if case.verdict != "any")
     assert not list(filter(None, (_fault(case, bases) for case in _some(wanted, _NUM_OF_GROUP))))

@@ -31,8 +31,7 @@ _job = partial(
     ("scheme", "tolerance"), [("none", 1e-6), pytest.param("int8-compute", 1e-4, marks=pytest.mark.long)]
 )
 def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
-    """Optimizer steps, evaluation before and after; only sums are made in another order. Rounding to 8 bits makes a
-    last bit larger."""
+    """Also evaluation; only sums are made in another order. Rounding to 8 bits makes a last bit larger."""
     held_out = {"folder": str(tmp_path / "held_out"), "quantiles": [0.5]}
     sections = {"lora": {"dropout": 0.0}, "model": {"quantize": scheme}, "evaluation": held_out}
     one = run_on_cards(_job(tmp_path, "one", **sections, split={"devices": ["lazy:0"]}, parallel={"strategy": "none"}))

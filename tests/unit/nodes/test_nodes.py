@@ -600,8 +600,7 @@ def test_every_setting_on_a_node_is_read(nodes: ModuleType, sockets: dict[str, A
 
 
 def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> tuple[int, list[str]]:
-    """How many sockets are made from settings; of these, "socket (key)" of those that execute reads in no way: neither
-    in a list with their section nor by name."""
+    """How many sockets are made from settings, and "socket (key)" of those that execute reads in no way."""
     module, base, listed = sys.modules[node.__module__], nodes.sockets, set()
     make_input, plain, shown = base.Socket.make_input, base.read_section, []
 

@@ -1,5 +1,4 @@
-"""What help pages, the reference of keys and the examples say of settings is what the config says; and of models, what
-the test suite has seen."""
+"""Help pages, the reference of keys and the examples say what the config says; of models, what the suite has seen."""
 
 import subprocess
 import sys

@@ -89,9 +89,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "brackets": lambda run: _write(run, b'{"job": ' + DEEP, b'{"kind": "step", "step": ' + DEEP + b"\n"),
     "no text": lambda run: _write(run, b"\xff\xfe\0", b"\xff\0\n" * 9),
     "a long line": lambda run: _write(run, b"{}", b"x" * (40 << 20)),
-    "folders": lambda run: [
-        (run / name).mkdir(parents=True) for name in ("run.json", "events.jsonl", "samples/1_0.png")
-    ],
+    "folders": lambda run: [(run / f).mkdir(parents=True) for f in ("run.json", "events.jsonl", "samples/1_0.png")],
     "pipes": lambda run: [run.mkdir(), *(make_pipe(run / name) for name in ("run.json", "events.jsonl"))],
     "devices": lambda run: [run.mkdir(), *((run / f).symlink_to("/dev/zero") for f in ("run.json", "events.jsonl"))],
     "links to nothing": lambda run: [run.mkdir(), *((run / f).symlink_to(f) for f in ("run.json", "samples"))],

@@ -63,10 +63,8 @@ def _write(api: Api, **values: Any) -> Answer:
 def test_a_folder_is_shown_with_captions_and_buckets_missing_first(api: Api) -> None:
     assert _get(api, "datasets").values == {"folders": ["dogs"]}
     found = _get(api, "dataset", "folder=dogs&resolutions=64,%2032&trigger_word=ohwx&regularisation=false").values
-    assert [(each["file"], each["caption"], each["size"]) for each in found["files"]] == [
-        ("b.png", None, (96, 64)),
-        ("a.png", "a dog", (96, 64)),
-    ]
+    shown = [(each["file"], each["caption"], each["size"]) for each in found["files"]]
+    assert shown == [("b.png", None, (96, 64)), ("a.png", "a dog", (96, 64))]
     assert [each["trained_as"] for each in found["files"]] == ["ohwx", "ohwx, a dog"]
     assert found["files"][0]["buckets"] == [(80, 48), (32, 32)]
 
@@ -108,9 +106,8 @@ def test_captions_are_shown_by_the_settings_that_say_which_are_trained(api: Api,
     (folder / "a.txt").write_text("a dog, brown, wet\na dog, asleep, white")
     tags = {"shuffle_tags": True, "keep_tags": 1, "tag_dropout": 0.3, "tag_variants": 5}
     for given in ({"caption_lines": True}, tags):
-        query = "&".join(
-            ["folder=dogs&resolutions=64", *(f"{key}={str(value).lower()}" for key, value in given.items())]
-        )
+        asked = (f"{key}={str(value).lower()}" for key, value in given.items())
+        query = "&".join(["folder=dogs&resolutions=64", *asked])
         shown = {each["file"]: each["trained_as"] for each in _get(api, "dataset", query).values["files"]}
         config = DataConfig(folders=(FolderConfig(str(folder)),), resolutions=(64,), **given)
         (sample,) = [each for each in scan_folders(config, ANY_MODEL) if each.path.endswith("a.png")]

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ from devicebridge.runs import store as runs_store
 from devicebridge.runs.api import Api, Host, News
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import NotThere, RunStore
-from devicebridge.system.processes import mark_of
+from devicebridge.tests.unit.runs.test_bad_records import MARK, RECORD
 
 NUM_RUNS = 510
 _opened: list[str] | None = None
@@ -40,8 +39,7 @@ def opened() -> Iterator[list[str]]:
 
 def _write(run: Path, status: str = "finished", **process: Any) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    record = {"status": status, "process": {**asdict(mark_of()), **process}, "devices": ["cuda:0"], "steps": 9}
-    (run / "run.new").write_text(json.dumps({**record, "job": {}, "message": "", "since": 1.0}))
+    (run / "run.new").write_text(json.dumps({**RECORD, "status": status, "process": {**MARK, **process}}))
     (run / "run.new").replace(run / "run.json")
 
 
@@ -85,9 +83,8 @@ def test_a_new_run_and_an_old_one_that_is_resumed_are_told_at_once(store: RunSto
     _write(store.root / "run_001", "running")
     os.utime(store.root / "run_001", (1e9, 1e9))  # by a clock that was set back
     assert [run["run"] for run in news.gather()["runs"]] == ["run_001"]
-    assert "run_001" in [run["run"] for run in _api(store).state()["runs"]], (
-        "what is under way is shown whatever its date"
-    )
+    shown = [run["run"] for run in _api(store).state()["runs"]]
+    assert "run_001" in shown, "what is under way is shown whatever its date"
     assert sum("run_" in name for name in opened) < NUM_RUNS + 2 * 200 + 20
 
 

@@ -12,11 +12,8 @@ OWN = {"Host": "127.0.0.1:8188"}
 @pytest.mark.parametrize(
     "headers",
     [
-        OWN,
-        {**OWN, "Origin": "http://127.0.0.1:8188", "Sec-Fetch-Site": "same-origin"},
-        {**OWN, "Sec-Fetch-Site": "none"},
-        {},
-        {"Host": "box:80", "Origin": "http://box"},
+        OWN, {**OWN, "Origin": "http://127.0.0.1:8188", "Sec-Fetch-Site": "same-origin"}, {},
+        {**OWN, "Sec-Fetch-Site": "none"}, {"Host": "box:80", "Origin": "http://box"},
         {"Host": "BOX.", "Origin": "http://box."},
         {"Host": "comfy.example:8188", "Origin": "http://comfy.example:8188"},
         *(
@@ -24,14 +21,12 @@ OWN = {"Host": "127.0.0.1:8188"}
             for name in ("localhost", "LocalHost", "app.localhost", "0.0.0.0", "192.168.1.5", "[::1]", "[fe80::1:2]")
             for port in ("", ":8188")
         ),
-        {"Host": "localhost.:8188"},
-        {"Host": "127.0.0.1."},
-        {"Host": "[::ffff:127.0.0.1]:8188"},
+        {"Host": "localhost.:8188"}, {"Host": "127.0.0.1."}, {"Host": "[::ffff:127.0.0.1]:8188"},
         # by https a certificate proves the name
         {"Host": "proxy.example", "Origin": "https://proxy.example:443"},
         {"Host": "proxy.example", "Referer": "https://proxy.example/a", "Sec-Fetch-Site": "same-origin"},
     ],
-)
+)  # fmt: skip
 def test_comfyuis_own_page_and_programs_are_answered(headers: dict[str, str]) -> None:
     check_origin(headers, lambda: {"box", "comfy.example"})
 

@@ -246,9 +246,7 @@ def test_a_run_that_was_started_elsewhere_is_resumed_as_it_was_shown(page: Page,
     page.record(cache={"folder": "/c", "vae": "/other"})
     status, other = page.resume(confirm=shown["confirm"])
     assert status == 200 and other["confirm"] != shown["confirm"] and "cache.vae: /other" in other["paths"]
-    page.record(
-        cache={"folder": "/c", "vae": "/v"}, optimizer={"options": {"eps": 1e-7}}
-    )  # what is not shown counts, too
+    page.record(cache={"folder": "/c", "vae": "/v"}, optimizer={"options": {"eps": 1e-7}})  # not shown, counts, too
     assert "job" not in page.resume(confirm=shown["confirm"])[1]
     page.record(cache={"folder": "/c", "vae": "/v"})
     assert page.queue.jobs() == [] and commands == []
@@ -291,13 +289,9 @@ def test_a_run_goes_on_with_what_the_page_says(page, commands):
     given = {"train.steps": 90, "optimizer.learning_rate": 3e-5, "schedule.name": "cosine", "output.folder": "/other"}
     assert "job" in page.resume(**given)[1] and page.queue.jobs()[0].is_resumed == "continue"
     assert commands[0][-1] == "--continue"
-    kept = page.queue.kept.find(page.run)
-    assert kept == replace(
-        job,
-        train=replace(job.train, steps=90),
-        optimizer=replace(job.optimizer, learning_rate=3e-5),
-        schedule=replace(job.schedule, name="cosine"),
-    )
+    optimizer, schedule = replace(job.optimizer, learning_rate=3e-5), replace(job.schedule, name="cosine")
+    wanted = replace(job, train=replace(job.train, steps=90), optimizer=optimizer, schedule=schedule)
+    assert page.queue.kept.find(page.run) == wanted
 
 
 def test_while_another_looks_after_the_queue_the_page_is_told_to_wait(page, monkeypatch, commands):
