@@ -123,9 +123,8 @@ def read_records(records: Mapping[str, TensorRecord]) -> Iterator[tuple[str, tor
     """Names and tensors as the files have them, rows in the model's order; file by file, one at a time."""
     for file, of_file in by_file(records).items():
         with open_weights(file, is_model=True) as reader:
-            for name, record in of_file.items():
-                is_number = not record.shape  # what is read is not held here
-                yield name, reader.get_tensor(record.key) if is_number else read_rows(reader, record, 0, record.shape[0])
+            for name, found in of_file.items():  # what is read is not held here
+                yield name, read_rows(reader, found, 0, found.shape[0]) if found.shape else reader.get_tensor(found.key)
 
 
 def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) -> torch.Tensor:
