@@ -13,13 +13,12 @@ from .captions import CacheCaptionsAndLatents
 from .dataset import DatasetFromLatents, TrainingDatasetNode
 from .host import ComfyAPI, ComfyExtension, io
 from .load import LoadModelForTraining, Quantize
-from .plan import PlanTraining
 from .ring_lse import RingLseFix
 from .saying import PACK
 from .simple import TrainLoraSimple
 from .split import LoadDiffusionModelSplit, SplitModel
 from .successor import replacements
-from .train import TrainLora
+from .train import PlanTraining, TrainLora
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     LoadModelForTraining,

@@ -12,9 +12,8 @@ from .choices import NONE, file_options, lists_pass
 from .dataset import TrainingDatasetNode
 from .host import folders, io
 from .load import LoadModelForTraining, Quantize
-from .plan import PlanTraining
 from .saying import said_on_node, training_schema
-from .train import TrainLora, run_folder
+from .train import PlanTraining, TrainLora, run_folder
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo

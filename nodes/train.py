@@ -1,9 +1,10 @@
-"""Node: train a LoRA."""
+"""Nodes: train a LoRA, and say before anything is loaded what that will take of every card."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -194,12 +195,6 @@ def _start_in_background(run: NextRun, info: CheckpointInfo | None, view: JobVie
     return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
 
 
-def training_sockets(*ids: str) -> list[Socket]:
-    """Some of the sockets of Train LoRA Across GPUs, for a node that asks for the same."""
-    known = {each.id: each for each in _INPUTS if isinstance(each, Socket)}
-    return [known[each] for each in ids]
-
-
 def run_folder(name: str) -> Path:
     """Raises: ValueError for a name that is refused, or leads out of the output folder."""
     if name.casefold() in NO_RUNS:
@@ -239,3 +234,59 @@ def describe_result(result: TrainingResult, resume: config.Resume | None) -> str
     if result.eval_before is not None and result.eval_after is not None:
         text += f", evaluation loss {result.eval_before:.5f} before and {result.eval_after:.5f} after"
     return "\n".join([text, *result.memory, *filter(None, [result.pace]), str(Path(result.lora_path or ""))])
+
+
+# ---- the same training, planned
+
+
+_OWN = {each.id: each for each in _INPUTS if isinstance(each, Socket)}
+# What decides about memory and time.
+_FIRST = "rank batch_size accumulation gradient_checkpointing optimizer dora targets "
+_FIRST += "training_dtype offload_activations cuda_graphs"
+_PLANNED = [_OWN[each] for each in _FIRST.split()]
+_LATER = [_OWN[each] for each in ("lora_kind", "layers", "lokr_factor", "ema_decay", "kahan")]  # since saved workflows
+
+
+class PlanTraining(io.ComfyNode):
+    define_schema = training_schema(
+        node_id="DeviceBridgePlanTraining",
+        search_aliases=["memory planner", "vram estimate", "out of memory", "will it fit"],
+        is_output_node=True,
+        inputs=[
+            ModelSocket.Input("model"),
+            DatasetSocket.Input("dataset"),
+            io.String.Input("cards", default="", placeholder="2x3090, 12GB"),
+            *_PLANNED,
+            io.Int.Input("steps", default=1000, min=1, max=1_000_000, optional=True),
+            *_LATER,
+        ],
+        outputs=[io.String.Output("text"), io.Image.Output("picture")],
+    )
+
+    @classmethod
+    @said_on_node
+    def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **sockets: Any) -> io.NodeOutput:
+        import numpy as np
+        import torch
+
+        from ..jobs.job import plan_job
+        from ..planning.cards import parse_cards
+        from ..planning.dry_run import NoForecast
+        from ..planning.plan import describe_plan, describe_verdict, draw_plan
+
+        entries, steps = (*_PLANNED, *_LATER), sockets.get("steps", 1000)
+        output = config.OutputConfig(folder=str(folders.folder_in_output("devicebridge/plan", "plan")))
+        job = model.job(dataset, output=output, **read_sections(entries, sockets, train={"steps": steps}))
+        known = parse_cards(cards) if cards.strip() else []
+        view = host.NodeView(cls.hidden.unique_id)
+        try:
+            with nullcontext() if known else host.host_memory_freed(), model.prepared() as info:
+                plan = plan_job(job, known, info=info, should_stop=host.is_cancelled)
+        except NoForecast as error:  # no fault of the workflow's: the training runs
+            view.show_text(text := str(error))
+            return io.NodeOutput(text, *host.blocked(1), ui={"text": (text,)})
+        text = describe_plan(plan, steps)
+        view.show_text(". ".join(describe_verdict(plan, steps)))
+        picture = draw_plan(plan)
+        pixels = torch.from_numpy(np.asarray(picture).copy()).float().div_(255)[None]
+        return io.NodeOutput(text, pixels, ui={"text": (text,), "images": [folders.shown_picture(picture)]})
