@@ -16,9 +16,8 @@ from ..jobs.checked_job import JobPlan
 from ..jobs.encode_job import CACHE_PARTS, CachePart, ComfyEncoders, fill_cache, prune_caches, verify_cache
 from ..system.stopping import STOPPED, Requests, stop_on_signal
 from ..system.telling import say
-from .jobs import each_model
+from .jobs import Terminal, each_model
 from .native import enter, with_encoders
-from .terminal import Terminal
 
 
 def cache(options: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from devicebridge.cli import cache as cache_module
+from devicebridge.cli.jobs import Terminal
 from devicebridge.cli.main import main
-from devicebridge.cli.terminal import Terminal
 from devicebridge.config.job import load_job, save_job
 from devicebridge.events import Event
 from devicebridge.system.stopping import Requests, Stopped
