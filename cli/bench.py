@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..headless import server
+from ..headless import run as server
 from ..runs.queue import native_command
 from ..system import processes
 from ..version import VERSION

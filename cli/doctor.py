@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import compat
-from ..headless import server
+from ..headless import run as server
 from ..system import processes
 from ..system.import_faults import try_import
 from ..system.versions import TESTED, installed_version

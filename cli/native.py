@@ -14,7 +14,7 @@ from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import EventLog, Listener
-from ..headless.server import ROOT, find_comfyui
+from ..headless.run import ROOT, find_comfyui
 from ..jobs.checked_job import JobPlan
 from ..jobs.encode_job import NO_ENCODERS, ComfyEncoders, cache_job
 from ..jobs.job import check_job

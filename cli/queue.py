@@ -16,7 +16,7 @@ from ..system.telling import say
 def jobs(options: argparse.Namespace) -> int:
     folder = options.folder
     if folder is None:
-        from ..headless.server import find_comfyui
+        from ..headless.run import find_comfyui
 
         folder = find_comfyui().base / "output" / "devicebridge"  # which is not there where nothing has run
     elif not folder.is_dir():

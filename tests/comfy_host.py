@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from devicebridge.headless import server
+from devicebridge.headless import run as server
 
 # What the tests import from a checkout needs these; a full install has more.
 _NEEDED = ("torch", "safetensors", "transformers", "einops", "comfy_kitchen", "aiohttp", "av")

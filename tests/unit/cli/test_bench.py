@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.headless import server
+from devicebridge.headless import run as server
 from devicebridge.system import processes
 
 BLOCKS = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from devicebridge.cli import doctor
-from devicebridge.headless import server
+from devicebridge.headless import run as server
 from devicebridge.planning import cards as machine_module
 from devicebridge.system.versions import TESTED, VersionRange
 from devicebridge.tests.emulated import CARDS, emulated_cards

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.headless import run as headless
-from devicebridge.headless import server
+from devicebridge.headless import run as server
 from devicebridge.headless.run import parse_setting
 from devicebridge.tests.waiting import until
 from devicebridge.tests.workflows import read_workflow, set_values
@@ -244,9 +244,9 @@ COMMAND = """
 import pathlib, runpy, sys
 runpy.run_path(sys.argv[1])["load_pack"]()
 from devicebridge.cli import main as cli
-from devicebridge.headless import run, server
+from devicebridge.headless import run
 run.find_comfy_cli = lambda: pathlib.Path(sys.argv[2])
-server.has_accelerator = lambda python: False
+run.has_accelerator = lambda python: False
 sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
 """
 

@@ -459,7 +459,7 @@ def test_the_command_finds_the_queue_beside_the_output_folder_also_where_that_is
 
 def test_before_the_first_training_there_are_no_runs(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """A ComfyUI that was just installed has no output folder."""
-    monkeypatch.setattr("devicebridge.headless.server.find_comfyui", lambda: SimpleNamespace(base=tmp_path))
+    monkeypatch.setattr("devicebridge.headless.run.find_comfyui", lambda: SimpleNamespace(base=tmp_path))
     assert main(["jobs"]) == 0
     assert capsys.readouterr().out == f"runs in {tmp_path.resolve() / 'output' / 'devicebridge'}\nnone\n"
     assert not (tmp_path / "output").exists()
