@@ -1,16 +1,11 @@
-"""FLUX.1 and FLUX.2 (Black Forest Labs): double blocks with separate text and image weights, then single blocks over
-both.
-
-Sizes and names: diffusers 0.42.1, its classes and converters; model cards of FLUX.1-dev and FLUX.1-schnell. FLUX.2 has
-no biases, and modulation is computed once for all blocks, so it is not inside them. Its latents are patchified and
-normalised before they are noised; FLUX.1's 2x2 packing happens in make_inputs. Kontext, Fill, Depth and Canny are not
-described: their extra inputs need more than a caption.
-"""
+"""FLUX.1 and FLUX.2 (Black Forest Labs), after diffusers 0.42.1 and the model cards. FLUX.2 has no biases, and one
+modulation for all blocks; its latents are patchified and normalised before they are noised, where FLUX.1's 2x2 packing
+happens in make_inputs. Kontext, Fill, Depth and Canny are not described: they need more than a caption."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,43 +34,38 @@ _TO_DOUBLE, _TO_SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}
 def _renames(embed: str, linear_in: str, linear_out: str) -> tuple[Rename, ...]:
     """The rows that both tables have. embed: diffusers' name of the module that embeds timestep and guidance.
     linear_in, linear_out: diffusers' names of the linears of a feed-forward."""
-    embedders = [
-        Rename(f"{original}_in.{layer}", (f"{embed}.{diffusers}_embedder.{linear}",))
-        for original, diffusers in (("time", "timestep"), ("guidance", "guidance"))
-        for layer, linear in (("in_layer", "linear_1"), ("out_layer", "linear_2"))
-    ]
-    feed_forward = [
-        Rename(f"{_DOUBLE}{stream}_mlp.{layer}", (f"{_TO_DOUBLE}{diffusers}.{linear}",))
-        for stream, diffusers in (("img", "ff"), ("txt", "ff_context"))
-        for layer, linear in ((0, linear_in), (2, linear_out))
-    ]
+    attention = f"{_TO_DOUBLE}attn."
+    rows = {
+        "img_in": ("x_embedder",),
+        "txt_in": ("context_embedder",),
+        "time_in.in_layer": (f"{embed}.timestep_embedder.linear_1",),
+        "time_in.out_layer": (f"{embed}.timestep_embedder.linear_2",),
+        "guidance_in.in_layer": (f"{embed}.guidance_embedder.linear_1",),
+        "guidance_in.out_layer": (f"{embed}.guidance_embedder.linear_2",),
+        f"{_DOUBLE}img_attn.qkv": tuple(f"{attention}to_{each}" for each in "qkv"),
+        f"{_DOUBLE}img_attn.proj": (f"{attention}to_out.0",),
+        f"{_DOUBLE}txt_attn.qkv": tuple(f"{attention}add_{each}_proj" for each in "qkv"),
+        f"{_DOUBLE}txt_attn.proj": (f"{attention}to_add_out",),
+        f"{_DOUBLE}img_mlp.0": (f"{_TO_DOUBLE}ff.{linear_in}",),
+        f"{_DOUBLE}img_mlp.2": (f"{_TO_DOUBLE}ff.{linear_out}",),
+        f"{_DOUBLE}txt_mlp.0": (f"{_TO_DOUBLE}ff_context.{linear_in}",),
+        f"{_DOUBLE}txt_mlp.2": (f"{_TO_DOUBLE}ff_context.{linear_out}",),
+        "final_layer.linear": ("proj_out",),
+    }
     return (
-        Rename("img_in", ("x_embedder",)),
-        Rename("txt_in", ("context_embedder",)),
-        *embedders,
-        *_stream("img", ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"), "to_out.0"),
-        *_stream("txt", ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k"), "to_add_out"),
-        *feed_forward,
-        *_norms(_SINGLE + "norm.", _TO_SINGLE + "attn.", ("norm_q", "norm_k")),
+        *(Rename(original, diffusers) for original, diffusers in rows.items()),
+        *_norms(f"{_DOUBLE}img_attn.", f"{attention}norm_"),
+        *_norms(f"{_DOUBLE}txt_attn.", f"{attention}norm_added_"),
+        *_norms(_SINGLE, f"{_TO_SINGLE}attn.norm_"),
         Rename("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),  # shift, scale | scale, shift
-        Rename("final_layer.linear", ("proj_out",)),
     )
 
 
-def _stream(stream: str, qkv: tuple[str, ...], norms: tuple[str, str], out: str) -> tuple[Rename, ...]:
-    """The attention of one of a double block's two streams."""
-    original, diffusers = f"{_DOUBLE}{stream}_attn.", _TO_DOUBLE + "attn."
-    return (
-        Rename(original + "qkv", tuple(diffusers + name for name in qkv)),
-        *_norms(original + "norm.", diffusers, norms),
-        Rename(original + "proj", (diffusers + out,)),
-    )
-
-
-def _norms(original: str, diffusers: str, norms: tuple[str, str]) -> tuple[Rename, ...]:
+def _norms(original: str, diffusers: str) -> Iterator[Rename]:
     """Of queries and keys: `scale` in the makers' files, `weight` in some that ComfyUI saved."""
-    names = zip((f"{original}query_norm", f"{original}key_norm"), norms, strict=True)
-    return tuple(Rename(f"{a}.scale", (f"{diffusers}{b}.weight",), aliases=(f"{a}.weight",)) for a, b in names)
+    for each in ("query", "key"):
+        name = f"{original}norm.{each}_norm"
+        yield Rename(f"{name}.scale", (f"{diffusers}{each[0]}.weight",), aliases=(f"{name}.weight",))
 
 
 # ---- what both have
@@ -399,9 +389,8 @@ def _statistics_2(vae: Any, device: torch.device) -> tuple[torch.Tensor, torch.T
 
 
 def encode_latents_2(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """[B, 3, 1, height, width] -> [B, 4 * latent_channels, 1, height / 16, width / 16], float32. The mode of the
-    distribution, as Flux2Pipeline takes for reference images. Each 2x2 patch becomes one cell, and cells are normalised
-    by the VAE's batch norm."""
+    """[B, 3, 1, height, width] -> [B, 4 * latent_channels, 1, height / 16, width / 16], float32. The mode, as
+    Flux2Pipeline takes for reference images; each 2x2 patch becomes a cell, which the VAE's batch norm normalises."""
     latents = vae.encode(pixels.squeeze(2).to(vae.dtype)).latent_dist.mode().float()
     mean, std = _statistics_2(vae, latents.device)
     return ((pixel_unshuffle(latents, 2) - mean) / std).unsqueeze(2)

@@ -1,8 +1,5 @@
-"""The mechanics of a family's rename table, which connects the names of the original checkpoint with diffusers'.
-
-A row connects one original module or tensor with one diffusers name, or with several whose tensors the original stacks
-along dim 0. Everything here is about names and row ranges; the tensors themselves are cut and stacked in loading.
-"""
+"""The mechanics of a family's rename table (Rename), between the names of the original checkpoint and diffusers': names
+and ranges of rows. Loading cuts and stacks the tensors."""
 
 from __future__ import annotations
 

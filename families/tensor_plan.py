@@ -1,9 +1,6 @@
-"""How the layers of a block are divided among devices that compute it together (tensor parallelism), as data.
-
-After Megatron-LM (https://arxiv.org/abs/1909.08053): attention by heads, the MLP by hidden features. A column-parallel
-linear has its output features divided, and the row-parallel one behind it its input features; its outputs are partial
-sums, which every device adds up. A packed linear, such as [q | k | v | gate | up], is divided part by part.
-"""
+"""Tensor parallelism as data, after Megatron-LM (https://arxiv.org/abs/1909.08053): attention by heads, the MLP by
+hidden features. A column-parallel linear has its output features divided, and the row-parallel one behind it its input
+features; every device adds up its partial sums. A packed linear, such as [q | k | v], is divided part by part."""
 
 from __future__ import annotations
 

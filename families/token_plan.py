@@ -1,7 +1,5 @@
-"""How the rows (tokens) of a model's blocks are shared out among ranks, as data: sequence parallelism.
-
-Every rank has whole weights and runs the class's own forward on its share of the rows. Attention gathers the keys and
-values of all ranks, in the order that one card has them; all else is computed row by row.
+"""Sequence parallelism as data: every rank has whole weights and runs the class's own forward on its share of the rows
+(tokens). Attention gathers the keys and values of all ranks, in one card's order; all else is computed row by row.
 
 An axis is one kind of row: "img", "txt". `txt+img` is an axis of two segments, of which each is shared out, so that a
 rank has a part of both. A segment "m?" may be missing.

@@ -1,13 +1,8 @@
-"""Wan 2.1 and 2.2 (Alibaba): one list of blocks, self-attention over video, cross-attention to text.
+"""Wan 2.1 and 2.2 (Alibaba), after diffusers 0.42.1 (WanTransformer3DModel, scripts/convert_wan_to_diffusers.py) and
+the model cards. A14B is two transformers of 2.1's shape, for high and low noise; the user says which a file is.
 
-Sizes and names: diffusers 0.42.1, scripts/convert_wan_to_diffusers.py and WanTransformer3DModel; model cards of
-Wan2.1-T2V, Wan2.2-T2V-A14B, Wan2.2-I2V-A14B and Wan2.2-TI2V-5B. A14B is two transformers of 2.1's shape, one for high
-and one for low noise; nothing in a file tells them apart, so the user names the variant.
-
-Image-to-video of A14B is given, beside the noisy latents, a mask and the latents of a video that is the first frame
-followed by grey: zeros in pixels, encoded, which are not zeros in latents. Wan 2.1's image-to-video wants CLIP's
-features of that frame as well and is not described, nor are VACE, Animate and S2V. TI2V-5B is trained as text-to-video
-by default; as its -i2v variant, which is the same file, it is given the first latent frame clean, at timestep 0.
+TI2V-5B is trained as text-to-video by default; as its -i2v variant, which is the same file, it is given the first
+latent frame clean, at timestep 0. Wan 2.1's image-to-video, VACE, Animate and S2V are not described.
 """
 
 from __future__ import annotations

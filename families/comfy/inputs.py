@@ -1,8 +1,5 @@
-"""Entries that hold what ComfyUI's encoders made, as a family's text inputs and normalised latents.
-
-Such an entry is a LATENT or a CONDITIONING without the batch. What its own model makes of them is done when they are
-read, so one entry serves every model.
-"""
+"""Entries that hold what ComfyUI's encoders made: a LATENT or a CONDITIONING without the batch. What a model makes of
+them is done when they are read, so one entry serves every model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""What a row about one of ComfyUI's own model classes says: where its blocks are and what happens between them.
-
-Rows are in image.py, video.py and audio.py, read in ComfyUI v0.33.0 (comfy/ldm/...), forward by forward; tests/comfy/
-test_native_families.py compares each with an unsplit forward. A class without a row is relayed: right for any whose
-blocks are called as modules. The code between two calls of blocks decides between stream and relay; how, is in
-docs/internals/adding_a_family.md.
+"""What a row about one of ComfyUI's own model classes says (image.py, video.py, audio.py; read in ComfyUI v0.33.0):
+where its blocks are and what happens between them. The code between two calls of blocks decides between stream and
+relay, as docs/internals/adding_a_family.md says. A class without a row is relayed, if its blocks are called as modules.
 """
 
 from __future__ import annotations
