@@ -1,5 +1,4 @@
-"""A dataset folder as its captions are looked after: what has one, how it is cut, and writing one. Links are left
-out."""
+"""A dataset folder as its captions are looked after. Links are left out."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
 
 
 def small_picture(path: Path, side: int) -> bytes:
-    """An image, or a clip's first frame, as a JPEG of at most `side` pixels along. Raises: ValueError if it cannot be
-    read, or more than MOST_SHOWN pixels would be decoded."""
+    """An image, or a clip's first frame, as a JPEG of at most `side` pixels along. Raises: as first_picture."""
     return _drawn(str(path), path.stat().st_mtime_ns, side)
 
 

@@ -178,8 +178,7 @@ def _formats() -> tuple[str, ...]:
 
 @lru_cache(maxsize=2)
 def image_suffixes(wanted: tuple[str, ...] = _STILL) -> tuple[str, ...]:
-    """The endings of images of these formats that are read here, in lower case and with their dot; a GIF counts as a
-    clip."""
+    """The endings, in lower case, of images of these formats that are read here; a GIF counts as a clip."""
     known = _formats()
     found = {suffix: kind for suffix, kind in Image.registered_extensions().items() if kind in known}
     return tuple(sorted((each for each, kind in found.items() if kind in wanted), key=lambda s: wanted.index(found[s])))

@@ -31,9 +31,8 @@ def left_out(
     beside: Iterable[Path] = (),
     others: Iterable[Path] = (),
 ) -> Iterator[str]:
-    """Lines about files and sub-folders; none of what cannot be looked through. media: what is read, by folder.
-    captions: their files, and sounds. ask: raises to stop. beside: folders of references or control. others: of
-    something else."""
+    """Lines about files and sub-folders that are not read. media: what is read, by folder. captions: their files, and
+    sounds. ask: raises to stop. beside: folders of references or control. others: of something else."""
     beside, suffixes = dict.fromkeys(beside), SOUND_SUFFIXES if latent.audio_rows else media_suffixes()
     is_read = {each.resolve() for each in (*others, *beside, *media)}
     for root, paths in media.items():

@@ -86,8 +86,7 @@ class ClipPlan:
     seconds: float = 0.0  # of the parts of a sound; 0 takes all of it
 
     def cut(self, info: ClipInfo) -> dict[int, tuple[int, ...]]:
-        """The frames of every sample of a clip, by the tick of its rate at which the sample begins. Raises: ValueError
-        for a clip that is shorter than every length."""
+        """The frames of each sample of a clip, by its first tick. Raises: ValueError for too short a clip."""
         shown = show_at(info, self.fps)
         length = max((length for length in self.lengths if length <= len(shown)), default=0)
         if not length:

@@ -188,8 +188,7 @@ def read_prediction_1(output: torch.Tensor, latents: torch.Tensor) -> torch.Tens
 
 
 def encode_latents_1(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """[B, 3, 1, height, width] -> [B, C, 1, height / 8, width / 8], float32. The mode of the distribution, as
-    FluxKontextPipeline takes it: a sample would be drawn once and then repeated from the cache."""
+    """[B, 3, 1, height, width] -> [B, C, 1, height / 8, width / 8], float32; the mode, as FluxKontextPipeline takes."""
     latents = vae.encode(pixels.squeeze(2).to(vae.dtype)).latent_dist.mode().float()
     return ((latents - vae.config.shift_factor) * vae.config.scaling_factor).unsqueeze(2)
 
@@ -363,8 +362,7 @@ def sampling_shift_2(num_tokens: int, steps: int) -> float:
 def make_inputs_2(
     latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
 ) -> dict[str, Any]:
-    """Keyword arguments of the transformer, as Flux2Pipeline passes them; positions are t, h, w, l. latents: noisy,
-    [B, C, 1, H, W]. text: prompt_embeds [B, S, D]."""
+    """Arguments as of Flux2Pipeline. latents: noisy, [B, C, 1, H, W]. text: prompt_embeds [B, S, D]."""
     batch, num_tokens, _ = text["prompt_embeds"].shape
     image_ids = _grid(latents, 1, 4, torch.int64)
     text_ids = image_ids.new_zeros(num_tokens, 4)

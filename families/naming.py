@@ -22,8 +22,7 @@ class Stack:
     swap_halves: bool  # dim 0 is [a | b] in one layout and [b | a] in the other
 
     def rows(self, num_rows: int) -> dict[str, tuple[int, int]]:
-        """Start and end row of every member in a stack of num_rows rows. Raises: ValueError if num_rows cannot be cut
-        in these proportions."""
+        """Start and end row of every member in so many rows. Raises: ValueError if these cannot be cut so."""
         unit, rest = divmod(num_rows, sum(self.proportions))
         if rest:
             raise ValueError(

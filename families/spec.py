@@ -227,8 +227,7 @@ class ComfyInputs:
 
 
 class EulerSteps(Protocol):
-    """The steps of one picture from noise to latents. All tensors are float32 on the CPU, latents and noise are
-    [1, C, F, H, W]."""
+    """The steps of one picture from noise to latents, both [1, C, F, H, W]; float32 on the CPU."""
 
     levels: Tensor  # the noise level of each step, as the model gets it. [steps]
 
@@ -237,8 +236,7 @@ class EulerSteps(Protocol):
         return noise
 
     def step(self, index: int, latents: Tensor, said: Tensor, plain: Tensor | None, scale: float) -> Tensor:
-        """The latents after a step. said: by the model of the prompt. plain: of the empty one; None without
-        classifier-free guidance. scale: of that guidance."""
+        """The latents after a step. said: by the model. plain: without the prompt, None without guidance by scale."""
 
     def end(self, latents: Tensor) -> Tensor:
         """Normalised latents, of those that the last step leaves."""
@@ -286,8 +284,8 @@ class HostModel(Protocol):
         """So many steps, as its sampler makes them."""
 
     def decode(self, path: Path, drawn: Sequence[Tensor], place_for: Callable[[int], torch.device]) -> Iterator[Tensor]:
-        """Pixels of latents [1, C, F, H, W], by the VAE of a file on the device for as many bytes as ComfyUI estimates;
-        as of Decoder of sampling/draw.py. Raises: Stopped where the host's user has pressed Cancel."""
+        """As Decoder.decode of sampling/draw.py, by the VAE of a file on the device for as many bytes as ComfyUI
+        estimates. Raises: Stopped where the host's user has pressed Cancel."""
 
     def read_lora(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Tensor]]:
         """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py. Those of

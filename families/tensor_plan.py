@@ -123,8 +123,7 @@ Range = tuple[int, int]  # first, behind the last
 
 @dataclass(frozen=True)
 class Shares:
-    """How many heads each device computes. heads: per device. kv_heads: per device, of keys and values. width: features
-    of all heads together."""
+    """How many heads, and heads of keys and values, each device computes. width: features of all heads together."""
 
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
@@ -160,8 +159,7 @@ class Shares:
         return parts * (size // sum(self._of_heads(unit) for unit in parts))
 
     def slices(self, parts: Sequence[Unit], size: int, rank: int) -> list[Range]:
-        """The ranges of one device in a dimension of this size that consists of these parts. Raises: ValueError if the
-        dimension does not consist of such parts."""
+        """One device's ranges in a dimension of these parts. Raises: ValueError if it has no such parts."""
         found: list[Range] = []
         start = 0
         for unit, length in zip(parts, self._lengths(parts, size), strict=True):
@@ -188,8 +186,7 @@ class Shares:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, width: int, num_devices: int) -> Shares:
-    """Share heads out evenly; heads that share keys and values stay together. Raises: ValueError if there are more
-    devices than groups of heads."""
+    """Share heads out evenly, in whole groups of keys and values. Raises: ValueError for more devices than groups."""
     groups = num_kv_heads or num_heads
     if num_heads % groups or groups < num_devices:
         raise ValueError(

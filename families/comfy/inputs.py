@@ -156,8 +156,7 @@ _OWN_VAE, _OWN_CLIP = (f"connect the {each} that belongs to the model" for each 
 
 @dataclass(frozen=True)
 class ComfyReader:
-    """What a model asks of entries that ComfyUI's encoders made. config: of the transformer. title: of the model, for
-    messages."""
+    """What a model asks of entries that ComfyUI's encoders made. config: of the transformer. title: for messages."""
 
     comfy: ComfyInputs
     config: Mapping[str, Any]
@@ -208,8 +207,7 @@ class ComfyReader:
         return ""
 
     def latents_problem(self, shapes: Mapping[str, Shape], num_frames: int = 0) -> str:
-        """Why latents of these shapes cannot be trained on; "" if they can. num_frames: video frames that they were
-        made of; 0 if nobody knows."""
+        """Why latents of these shapes cannot be trained on; "" if they can. num_frames: of their clip; 0 if unknown."""
         comfy, latent, title = self.comfy, self.latent, self.title
         if NOISE_MASK in shapes and not comfy.reads_all:
             return f"it has a noise_mask, which training of {title} does not read; take it out"

@@ -20,8 +20,7 @@ Evidence = Literal["run", "outside"]
 
 @dataclass(frozen=True)
 class Follows:
-    """Where the blocks of a side list belong: each on the device of the main block it adds to. A side block runs right
-    after its main block, and its result is added to that block's output."""
+    """A block of a side list runs right after the main block it adds to, on its device."""
 
     main: str  # the block list that is followed
     mapping: str  # attribute of the model, a dict {index in main: index in the side list}
@@ -34,8 +33,7 @@ class NativeModel:
     path: str  # of the class, e.g. "comfy.ldm.flux.model.Flux"
     # ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block.
     block_lists: tuple[str, ...] = ("blocks",)
-    # Modules after the last block, which stay on the main device. A build may lack some. A ModuleList stands for its
-    # members.
+    # Modules after the last block, which stay on the main device. A build may lack some; a ModuleList is its members.
     tail: tuple[str, ...] = ("final_layer",)
     note: str = ""  # what a reader should know, in a sentence; a refusal of another transport says it, too
     # "stream": activations may stay on a card until the next card's first block. "relay": each block of another card
@@ -47,9 +45,7 @@ class NativeModel:
     # Name in transformer_options["patches"] that the class calls between two blocks -> the keys of the dict it passes
     # that hold tensors, the stream first; others are on the main device. () for a patch called with positional tensors.
     patches_between: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Names that are called inside blocks. Such a patch sees tensors on the block's card; those that it captured do not
-    # follow by themselves.
-    patches_inside: tuple[str, ...] = ()
+    patches_inside: tuple[str, ...] = ()  # names that are called inside blocks, with tensors on the block's card
     # Parameters held by the model itself, or by a module around its blocks. Those read before the blocks alone stay on
     # the main device, those read behind them alone go where the tail is. Any other could be needed on two cards.
     front_parameters: tuple[str, ...] = ()
@@ -61,12 +57,10 @@ class NativeModel:
     # Method of the model behind the last block -> its keyword arguments with tensors that other cards need as well.
     tail_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hooks_children: bool = False  # blocks are never called; a function walks their children, which are hooked instead
-    # Block list -> the list whose devices it takes. Its blocks are not placed themselves.
-    follows: Mapping[str, Follows] = field(default_factory=dict)
+    follows: Mapping[str, Follows] = field(default_factory=dict)  # block list, not placed itself -> what it follows
     optional: tuple[str, ...] = ()  # block lists that not every build of the class has
     is_sequential: bool = False  # microbatches must not interleave: blocks get fresh tensors from the main device
-    # Names of arguments and dict keys that are not entered when tensors are moved: the class, its blocks and user
-    # patches share and change these objects.
+    # Arguments and dict keys that are not entered when tensors are moved: all share and change these objects.
     passed_by: tuple[str, ...] = ("transformer_options", "control")
     refusal: str = ""  # why this class cannot be split at all
     untrained: str = ""  # why this class cannot be trained though it can be split
@@ -76,11 +70,8 @@ class NativeModel:
     # Keyword arguments of blocks with an object in which they share what they have computed, on the device of the first
     # that did. Away from the main device each device gets an empty one: its class called without arguments.
     per_device: tuple[str, ...] = ()
-    # Attributes of the model in which a forward leaves what the next one computes faster with. A step that is computed
-    # twice to be compared must find them twice as they were.
-    remembers: tuple[str, ...] = ()
-    # Whether a forward that patches may change neither reads nor leaves any of that. Training calls it so: what an
-    # earlier forward left is of a LoRA that is no more.
+    remembers: tuple[str, ...] = ()  # attributes in which a forward leaves what the next one computes faster with
+    # Whether a forward with patches neither reads nor leaves that; in training it would be of an earlier LoRA.
     forgets_if_patched: bool = False
     # Patterns, relative to a block, of the linears that run over text tokens only and of those that see one vector per
     # sample; for estimates of computing time.
@@ -100,17 +91,13 @@ class NativeModel:
     reads_level: bool = False  # whether it reads the noise level as a number, which no tensor without numbers has
     takes_one: bool = False  # whether a forward takes one sample alone
     fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images
-    methods: tuple[str, ...] = (
-        "preprocess_text_embeds",
-    )  # of the model, called before a forward if there; use weights
-    # Where its rows (tokens) are, as derived and proved on this machine for a class without a written plan, by the
-    # signatures of the inputs that they were proved for (nodes/host/split/deriving.py).
+    # Of the model, which use weights and are called before a forward, where they are there.
+    methods: tuple[str, ...] = ("preprocess_text_embeds",)
+    # Where its rows (tokens) are, as derived and proved here (nodes/host/split/deriving.py), by signatures of inputs.
     derived_rows: Mapping[str, TokenPlan] = field(default_factory=dict)
     # Kinds of inputs with which gradients of a class that nobody has described were proved on this machine.
     trained_inputs: tuple[str, ...] = ()
-    # Nobody has seen such a class run: that it calls its blocks is looked at, and nothing is assumed. The row may be of
-    # a base class of which this class replaces methods.
-    is_derived: bool = False
+    is_derived: bool = False  # nobody has seen such a class run: that it calls its blocks is looked at
 
     @property
     def class_name(self) -> str:
@@ -118,8 +105,7 @@ class NativeModel:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether micro-batches may run interleaved. Each needs its own copy of transformer_options: most classes write
-        block_index into the dict they are given."""
+        """Whether micro-batches may run interleaved, each with its own copy of transformer_options."""
         return self.transport == "stream" and not self.is_sequential
 
     @property

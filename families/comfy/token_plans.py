@@ -40,8 +40,7 @@ def _ltx_guides(rows: Any, mask: Any) -> Any:
 
 
 def _after_prompt(rows: Any, attention: Any) -> Any:
-    """HiDream-O1's function, whose first ar_len rows, the prompt's, attend to each other alone; the first rank has
-    them."""
+    """HiDream-O1's function: the first ar_len rows, the prompt's, attend to each other; the first rank has them."""
     ar_len = attention.__closure__[attention.__code__.co_freevars.index("ar_len")].cell_contents
     return attention if rows.has_first(ar_len, "x") else _with_variable(attention, "ar_len", 0)
 
