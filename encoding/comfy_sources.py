@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from .key import (
     comfy_text_key,
     prompt_facts,
 )
-from .sources import Entry, LatentSource, Shapes, Source, TextSource, shapes_of
+from .sources import Entry, LatentSource, Shapes, Source, shapes_of
 
 Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
 _MOST_SPARE_CELLS = 4  # of a clip's sound, which is padded to what its VAE encodes at once
@@ -44,50 +44,43 @@ def refuse_embeddings(text: str, weighs: bool) -> None:
 
 
 @dataclass(frozen=True)
-class ComfyTexts(TextSource):
-    """What ComfyUI's CLIP makes."""
+class ComfyTexts(Source[str]):
+    """What ComfyUI's CLIP makes; or its tokenizer, where its encoders compute in every step."""
 
     fingerprint: str  # everything that decides what it makes, from the host
     problem: Problem  # called after each text, so that a CLIP of another model is refused at the first
     clip: Any = None  # HostClip of nodes/host/comfy_encoders.py; None where only its name is known
     keeps_all: bool = False  # of a CONDITIONING, for a model that reads more than states and pooled output
     weighs: bool = False  # whether texts have ComfyUI's syntax of prompts; else they are literal
+    of_tokens: bool = False
 
     name = "stock CLIP"
-    made: ClassVar = "stock text"
+    what = "captions"
 
-    def key_of(self, text: str) -> str:
+    def key(self, item: str, content: Mapping[str, str]) -> str:
         """Raises: as refuse_embeddings."""
-        refuse_embeddings(text, self.weighs)
-        keeps_all = self.keeps_all and self.made == ComfyTexts.made  # of tokens there is nothing else to keep
-        return comfy_text_key(text, self.fingerprint, what=self.made, keeps_all=keeps_all, weighs=self.weighs)
+        refuse_embeddings(item, self.weighs)
+        what = "stock tokens" if self.of_tokens else "stock text"
+        keeps_all = self.keeps_all and not self.of_tokens  # there is nothing else to keep
+        return comfy_text_key(item, self.fingerprint, what=what, keeps_all=keeps_all, weighs=self.weighs)
 
     def plan(self, missing: Sequence[str]) -> None:
         if self.clip is None:
             raise ValueError(_not_here(len(missing), "captions", self.fingerprint, "text_source"))
 
     def encode(self, given: str) -> Entry:
-        entry = self._entry_of(given)
+        what = f"the caption {given!r}"
+        if self.of_tokens:
+            entry = read_tokens(self.clip.tokens(given), what)
+        else:
+            entry = read_conditioning(self.clip.encode(given), what, keeps_all=self.keeps_all)
         if reason := self.problem(shapes_of(entry)):
-            raise ValueError(f"the stock CLIP does not fit: of the caption {given!r}, {reason}")
+            raise ValueError(f"the stock CLIP does not fit: of {what}, {reason}")
         return entry
-
-    def _entry_of(self, text: str) -> Entry:
-        return read_conditioning(self.clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
 
     def close(self) -> None:
         if self.clip is not None:
             self.clip.release()
-
-
-@dataclass(frozen=True)
-class ComfyTokens(ComfyTexts):
-    """What the tokenizer of ComfyUI's CLIP makes, where its encoders compute in every step."""
-
-    made: ClassVar = "stock tokens"
-
-    def _entry_of(self, text: str) -> Entry:
-        return read_tokens(self.clip.tokens(text), f"the caption {text!r}")
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,19 @@
-"""Captions and images, encoded once and kept: a model is loaded if an entry is missing, and freed before the next. Any
-number of processes may fill one store at once: each claims an entry before it computes it (store.py)."""
+"""Captions and images, encoded once and kept, by any number of processes at once: each claims what it computes."""
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import cache
 from typing import Any
 
-import torch
-
+from ..parallel.devices import release_cached_memory
 from ..system.stopping import Stopped, never
 from .sources import Entry, Item, Source
 from .store import CacheStore, claimed_batches
 
 logger = logging.getLogger(__name__)
-
-OnProgress = Callable[[int, int, str], None]  # done, total, what
-ShouldStop = Callable[[], bool]
 
 
 def _say_nothing(*progress: Any) -> None:
@@ -30,15 +24,15 @@ def fill(
     items: Iterable[Item],
     source: Source[Item],
     store: CacheStore,
-    on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = never,
+    on_progress: Callable[[int, int, str], None] = _say_nothing,
+    should_stop: Callable[[], bool] = never,
     *,
     on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[Item, str]:
     """Have what the source makes of every item in the store, encoding what is missing; equal content once. Item -> key.
 
     Args:
-        on_progress: done and total count entries, whoever computed them.
+        on_progress: called with the entries that are done and all, whoever computed them, and what they are.
         on_begin: called when the encoder is loaded, from where its pace can be measured.
     Raises: what a source raises; Stopped; ValueError naming all files that cannot be read, behind the others;
         RuntimeError for entries that are not finite; OSError naming the file. What was encoded until then is kept.
@@ -55,13 +49,19 @@ def fill(
         if should_stop():
             raise Stopped(f"stopped after {done} of {len(items_of)} {source.what}; these are kept")
 
+    @cache
+    def load() -> None:
+        logger.info("loading %s for up to %s %s", source.name, len(missing), source.what)
+        source.load()
+        on_begin()
+
     missing = {key: item for key, item in items_of.items() if key not in store}
     add(len(items_of) - len(missing))
     if not missing:
         return key_of
     source.plan(list(missing.values()))
     unreadable: list[str] = []
-    with _in_use(source, f"{len(missing)} {source.what}", on_begin) as load:
+    try:
         stop_if_requested()
         shared = claimed_batches(store, missing, source.batch_size, add, stop_if_requested)
         with closing(shared) as batches:
@@ -69,28 +69,12 @@ def fill(
                 for key, entry in _encode(source, {key: missing[key] for key in batch}, load, unreadable):
                     store.put(key, entry)
                     add()
+    finally:
+        source.close()
+        release_cached_memory()
     if unreadable:
         raise ValueError("\n".join([*unreadable, f"all other {source.what} are encoded and kept"]))
     return key_of
-
-
-@contextmanager
-def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Inside, a function that loads the source unless it is loaded; the source is freed at the end."""
-
-    @cache
-    def load() -> None:
-        logger.info("loading %s for up to %s", source.name, what)
-        source.load()
-        on_begin()
-
-    try:
-        yield load
-    finally:
-        source.close()
-        gc.collect()
-        if (device := torch.device(source.device)).type != "cpu":
-            torch.get_device_module(device).empty_cache()
 
 
 def _encode(

@@ -34,8 +34,7 @@ class Source(Generic[Item]):
     name: str  # of the encoder
     what: str  # it encodes
     dtype: torch.dtype | None = None  # where cache.dtype decides it
-    device: torch.device | str = "cpu"  # of the results; known after plan(), as is
-    batch_size: int = 1  # items that are encoded at a time
+    batch_size: int = 1  # items that are encoded at a time; known after plan()
 
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
         """The entry of each item, without a weight. Raises: ValueError naming all files that cannot be read."""
@@ -95,17 +94,6 @@ class LatentSource(Source[ImageRequest]):
         return item.paths
 
 
-class TextSource(Source[str]):
-    what = "captions"
-
-    def key(self, item: str, content: Mapping[str, str]) -> str:
-        return self.key_of(self.read(item))
-
-    def key_of(self, text: str) -> str:
-        """Of a text as read() gives it."""
-        raise NotImplementedError
-
-
 def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
     """By tensor name."""
     return {name: tuple(tensor.shape) for name, tensor in entry.items()}
@@ -115,7 +103,7 @@ def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass
-class FolderTexts(TextSource):
+class FolderTexts(Source[str]):
     """What one of the model's own text encoders makes."""
 
     spec: TextEncoderSpec
@@ -126,6 +114,8 @@ class FolderTexts(TextSource):
     window_bytes: int = 0  # the most a streamed encoder may take on its card; 0 for what is free
     place: TextPlace | None = None
     encoder: TextEncoder | None = None
+
+    what = "captions"
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -142,20 +132,20 @@ class FolderTexts(TextSource):
         """The caption as the tokenizer gets it."""
         return prepare_text(item, self.spec)
 
-    def key_of(self, text: str) -> str:
+    def key(self, item: str, content: Mapping[str, str]) -> str:
         scheme = applied_scheme(self.spec, self.quantize)
-        return text_key(text, self.spec, **self._fingerprints, dtype=self.dtype, quantize=scheme)
+        return text_key(self.read(item), self.spec, **self._fingerprints, dtype=self.dtype, quantize=scheme)
 
     def plan(self, missing: Sequence[str]) -> None:
         settings = self.spec, self.folder, self.dtype, self.quantize, self.window_bytes
         self.place = plan_text_place(self.text_device, *settings)
-        self.device, self.batch_size = self.place.device, max(1, self.place.captions_per_pass)
+        self.batch_size = max(1, self.place.captions_per_pass)
 
     def load(self) -> None:
         assert self.place is not None
         _log.info("%s %s", self.name, self.place)
-        settings, passes = (self.place.device, self.dtype, self.quantize), self.place.captions_per_pass
-        self.encoder = load_text_encoder(self.spec, self.folder, *settings, captions_per_pass=passes)
+        settings = self.place.device, self.dtype, self.quantize, self.place.captions_per_pass
+        self.encoder = load_text_encoder(self.spec, self.folder, *settings)
 
     def encode_batch(self, given: Sequence[str]) -> Sequence[Entry]:
         assert self.encoder is not None

@@ -76,11 +76,8 @@ class CacheStore:
 
     def check(self, key: str) -> State:
         """What this entry is, read whole; a damaged one is removed where that is allowed."""
-        path = self.path(key)
-        header = _read_header(path)
-        if header is None:
-            return "damaged" if path.exists() else "missing"
-        return "damaged" if _read_checked(path, header.metadata) is None else "whole"
+        absent: State = "damaged" if self.path(key).exists() else "missing"
+        return absent if self.get(key) is None else "whole"
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry, over a damaged one. Raises: ValueError for one without tensors; OSError naming the file."""

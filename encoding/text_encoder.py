@@ -50,12 +50,9 @@ class TextEncoder:
     image_placeholder: str = ""  # the token that stands for an image, which a caption must not contain
     stream: StreamedLayers | None = None
 
-    def encode(self, text: str) -> torch.Tensor:
-        """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """encode() of each text, bit by bit; of streamed layers on the CPU, to leave the next pass its room."""
+        """States of prepared texts in the encoder's dtype, [S, L * D], [S, D] or [D] by kind; bit by bit those of each
+        text alone. On its device; of streamed layers on the CPU, to leave the next pass its room."""
         found: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
             with torch.inference_mode():
@@ -100,20 +97,17 @@ def load_text_encoder(
     device: torch.device | str,
     dtype: torch.dtype,
     quantize: TextScheme = "none",
-    *,
     captions_per_pass: int = 0,
 ) -> TextEncoder:
     """Load what `spec` needs from a diffusers model folder, offline and without gradients; close() it when done. dtype:
-    of the computation and of what is not quantized. captions_per_pass: of layers that pass through the device; 0 has
-    all of the encoder there. Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a
-    scheme that the device cannot hold, or one that would be streamed."""
+    of the computation and of what is not quantized. captions_per_pass: of layers that pass through the device, without
+    a scheme; 0 has all of the encoder there. Raises: ValueError for a folder that lacks files, is quantized or of
+    another kind, and for a scheme that the device cannot hold."""
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
     config = _read_config(folder / spec.folder)
     image_token = config.get("image_token_index", config.get("image_token_id"))
     storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
-    if captions_per_pass:
-        refuse_streamed_scheme(storage.scheme)
     model, stream = make_empty_encoder(spec, folder), None
     sources = find_sources(model, folder / spec.folder)
     if captions_per_pass:
@@ -122,16 +116,6 @@ def load_text_encoder(
         read_weights(model, sources, storage)
     placeholder = "" if image_token is None else tokenizer.convert_ids_to_tokens(image_token) or ""
     return TextEncoder(spec, model.requires_grad_(False).eval(), tokenizer, device, placeholder, stream)
-
-
-def refuse_streamed_scheme(scheme: TextScheme) -> None:
-    """Raises: ValueError for 8-bit weights, which are not streamed."""
-    if scheme != "none":
-        raise ValueError(
-            f'cache.text_quantize = "{scheme}" was requested with a streamed text encoder, whose layers are on the '
-            'card only while they compute and need not be small; use "none", or name a card that holds the whole '
-            "encoder in 8 bits"
-        )
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..config.setting import requested
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
 from ..parallel.offload.copies import NUM_SLOTS, lay_out
-from .text_encoder import make_empty_encoder, refuse_streamed_scheme
+from .text_encoder import make_empty_encoder
 from .text_weights import (
     WHAT_WORKS,
     TextScheme,
@@ -34,12 +34,7 @@ _MOST_CAPTIONS = 128  # per pass: more hides no more reading, and Cancel waits f
 _STATES_PER_CAPTION = 4  # a layer's input and output, the concatenated batch, and what a norm makes of it
 
 
-@dataclass(frozen=True)
-class TextDevice:
-    """The setting cache.text_device, understood. None is still to be chosen."""
-
-    mode: Literal["resident", "stream"] | None
-    device: torch.device | None
+Mode = Literal["resident", "stream"] | None  # None is still to be chosen
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,8 @@ class EncoderSize:
         return self.rest + NUM_SLOTS * self.layer + self.working + num_captions * self.caption
 
 
-def parse_text_device(setting: str | torch.device) -> TextDevice:
-    """What a user wrote as cache.text_device. Raises: ValueError for other forms, and devices that are not here."""
+def parse_text_device(setting: str | torch.device) -> tuple[Mode, torch.device | None]:
+    """cache.text_device and its device, None while that is open. Raises: ValueError naming the setting."""
     name = str(setting).strip()
     mode, _, device_name = name.partition(":")
     wanted = requested(mode)
@@ -86,16 +81,16 @@ def parse_text_device(setting: str | torch.device) -> TextDevice:
     except ValueError as error:
         raise ValueError(f"cache.text_device = {name!r}: {error}") from error
     if is_resident:
-        return TextDevice("resident", device)
+        return "resident", device
     if device == CPU:
         raise ValueError(f'cache.text_device = "{name}": {mode} is for GPUs; use "{mode}:cuda:0", "{mode}" or "cpu"')
-    return TextDevice("stream" if wanted else None, device)
+    return "stream" if wanted else None, device
 
 
 def text_device_on(setting: str, device: str) -> str:
     """The same setting, confined to one device: the setting of one of several processes."""
-    wanted = parse_text_device(setting)
-    return device if wanted.mode == "resident" or device == "cpu" else f"{wanted.mode or 'auto'}:{device}"
+    mode, _ = parse_text_device(setting)
+    return device if mode == "resident" or device == "cpu" else f"{mode or 'auto'}:{device}"
 
 
 def check_text_device(
@@ -103,9 +98,8 @@ def check_text_device(
 ) -> None:
     """Refuse early what planning or loading would, but for memory and the folder's content. Raises: ValueError as
     parse_text_device and check_scheme; for a stream without a card or of 8-bit weights, and a single file."""
-    wanted = parse_text_device(setting)
-    is_streamed = wanted.mode == "stream"
-    device = _emptiest_card(wanted) if is_streamed else wanted.device
+    mode, device = parse_text_device(setting)
+    device = _emptiest_card(device) if mode == "stream" else device
     if Path(folder).is_file():
         raise ValueError(
             f"text encoders were given as {folder}, a single file without config and tokenizer; give a diffusers model "
@@ -113,8 +107,8 @@ def check_text_device(
         )
     for scheme in (applied_scheme(spec, quantize) for spec in specs):
         check_scheme(scheme, device or CPU)
-        if is_streamed:
-            refuse_streamed_scheme(scheme)
+        if mode == "stream":
+            _refuse_streamed(scheme)
 
 
 def plan_text_place(
@@ -128,14 +122,14 @@ def plan_text_place(
     """Decide where one encoder runs, from sizes and free memory; a device that is named is taken. window_bytes: the
     most a streamed encoder may take on its card; 0 for what is free less a margin. Raises: ValueError for what has no
     room."""
-    wanted, scheme = parse_text_device(setting), applied_scheme(spec, quantize)
-    if wanted.mode == "resident":
-        assert wanted.device is not None
-        return TextPlace(wanted.device, "as requested")
-    is_auto = wanted.mode is None
-    if is_auto and not _cards(wanted):
+    (mode, named), scheme = parse_text_device(setting), applied_scheme(spec, quantize)
+    if mode == "resident":
+        assert named is not None
+        return TextPlace(named, "as requested")
+    is_auto = mode is None
+    if is_auto and named is None and not available_devices():
         return TextPlace(CPU, "there is no GPU")
-    size, card = forecast_size(spec, folder, dtype, scheme), _emptiest_card(wanted)
+    size, card = forecast_size(spec, folder, dtype, scheme), _emptiest_card(named)
     usable, streamed = _usable_bytes(card), size.streamed_bytes()
     # The window alone decides where torch cannot tell what is free.
     room = window_bytes if free_bytes(card) is None else min(window_bytes or usable, usable)
@@ -147,7 +141,7 @@ def plan_text_place(
         return TextPlace(CPU, f"{whole}; 8-bit weights are not streamed")
     if is_auto and streamed > room:
         return TextPlace(CPU, f"{whole}; even streamed it takes {_gb(streamed)}")
-    refuse_streamed_scheme(scheme)
+    _refuse_streamed(scheme)
     if streamed > room:
         raise ValueError(
             f"streaming this text encoder through {card} takes {_gb(streamed)} (two layers, the embedding and one "
@@ -157,15 +151,20 @@ def plan_text_place(
     return TextPlace(card, whole, min(_MOST_CAPTIONS, 1 + (room - streamed) // max(1, size.caption)))
 
 
-def _emptiest_card(wanted: TextDevice) -> torch.device:
-    cards = _cards(wanted)
+def _refuse_streamed(scheme: TextScheme) -> None:
+    if scheme != "none":
+        raise ValueError(
+            f'cache.text_quantize = "{scheme}" was requested with a streamed text encoder, whose layers are on the '
+            'card only while they compute and need not be small; use "none", or name a card that holds the whole '
+            "encoder in 8 bits"
+        )
+
+
+def _emptiest_card(named: torch.device | None) -> torch.device:
+    cards = available_devices() if named is None else [named]
     if not cards:
         raise ValueError('cache.text_device = "stream": there is no GPU here to stream through; use "cpu"')
     return max(cards, key=_usable_bytes)
-
-
-def _cards(wanted: TextDevice) -> list[torch.device]:
-    return available_devices() if wanted.device is None else [wanted.device]
 
 
 def _usable_bytes(card: torch.device) -> int:

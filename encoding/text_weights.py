@@ -76,13 +76,9 @@ def find_sources(model: nn.Module, folder: Path) -> Sources:
     records = {name: record for file in files for name, record in read_header(folder / file).records().items()}
     tensors, ties = model.state_dict(), tied_names(model)
     prefixes = {"", _CLIP_PREFIX, *(key.removesuffix(_EMBEDDING) for key in records if key.endswith(_EMBEDDING))}
-    found: dict[str, TensorRecord] = {}
-    for prefix in sorted(prefixes):
-        named = {name: records[key] for name in tensors if (key := prefix + name) in records}
-        found = max(found, named, key=len)
-    if not found:
-        keys = {name: name.removeprefix(_CLIP_PREFIX) for name in tensors}
-        found = {name: records[key] for name, key in keys.items() if key in records}
+    spellings = [{name: prefix + name for name in tensors} for prefix in sorted(prefixes)]
+    spellings.append({name: name.removeprefix(_CLIP_PREFIX) for name in tensors})
+    found = max(({name: records[key] for name, key in each.items() if key in records} for each in spellings), key=len)
     for tied, twin in ties.items():
         if tied in found:
             found.pop(twin, None)

@@ -71,7 +71,7 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, ch
     source = find_vae(path)
     config = _folder_config(family, source) if source.is_dir() else {}
     inside = sorted(file for file in source.glob("*.safetensors") if not file.name.startswith("."))
-    headers = [read_header(file) for file in (inside if source.is_dir() else [source])]
+    headers = map(read_header, inside if source.is_dir() else [source])
     records = {name: record for header in headers for name, record in header.records().items()}
     refuse_zeros(source, records)
     if source.is_dir():

@@ -16,7 +16,7 @@ from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
 from ..encoding.comfy_data import store_of_encoded
-from ..encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts, ComfyTokens
+from ..encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts
 from ..encoding.encode import fill, never
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Shapes, Source
@@ -208,9 +208,8 @@ def comfy_texts(read: ReadJob, encoders: ComfyEncoders = NO_ENCODERS) -> ComfyTe
     Raises: ValueError if another CLIP is given than is named."""
     settings, reader = read.job.cache, read.caption_reader
     _refuse_other(settings.text_source, encoders.clip, "text_source")
-    source = ComfyTokens if read.job.lora.text_encoder else ComfyTexts
-    how = {"keeps_all": reader.comfy.reads_all, "weighs": settings.caption_weights}
-    return source(settings.text_source, reader.text_problem, encoders.clip, **how)
+    how = reader.comfy.reads_all, settings.caption_weights, read.job.lora.text_encoder
+    return ComfyTexts(settings.text_source, reader.text_problem, encoders.clip, *how)
 
 
 def comfy_conditions(read: ReadJob, encoders: ComfyEncoders = NO_ENCODERS) -> ComfyConditions:

@@ -289,7 +289,7 @@ def encode_texts(folder: Path, captions: Sequence[str]) -> torch.Tensor:
     """Text states as the pack makes them. [num captions, S, D]"""
     (spec,) = VARIANT.text_encoders
     encoder = load_text_encoder(spec, folder, "cpu", torch.float32)
-    return torch.stack([encoder.encode(prepare_text(caption, spec)) for caption in captions])
+    return torch.stack([encoder.encode_batch([prepare_text(caption, spec)])[0] for caption in captions])
 
 
 # --- transformer -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from devicebridge.checkpoints.fingerprint import file_fingerprint, folder_finger
 from devicebridge.data.image import ImageRequest, SoundRequest
 from devicebridge.data.samples import Condition
 from devicebridge.encoding import key as key_module
-from devicebridge.encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts, ComfyTokens
+from devicebridge.encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts
 from devicebridge.encoding.encode import fill
 from devicebridge.encoding.key import comfy_latent_key, comfy_text_key, content_key, latent_key, text_key
 from devicebridge.encoding.sources import FolderTexts
@@ -283,7 +283,7 @@ def test_entries_have_the_names_and_bytes_that_earlier_versions_wrote(tmp_path: 
     def fits(*shapes: Any) -> str:
         return ""
 
-    texts, tokens = ComfyTexts(clip.fingerprint, fits, clip), ComfyTokens(clip.fingerprint, fits, clip, keeps_all=True)
+    texts, tokens = (ComfyTexts(clip.fingerprint, fits, clip, keeps_all=is_so, of_tokens=is_so) for is_so in (0, 1))
     weighing = ComfyTexts(clip.fingerprint, fits, clip, keeps_all=True, weighs=True)
     fill(["a cat", "a (red:1.3) dog"], texts, store)
     fill(["a (red:1.3) dog"], weighing, store)

@@ -100,7 +100,8 @@ def test_entries_hold_every_encoders_states(encoders, tmp_path):
         shapes = {"pooled": (16,), "text_states": (24, 16), "chat_states": (48, 32)}
         assert {name: tuple(states.shape) for name, states in entry.items()} == shapes
         for spec in SPECS:
-            expected = load_text_encoder(spec, encoders, "cpu", torch.bfloat16).encode(prepare_text(caption, spec))
+            encoder = load_text_encoder(spec, encoders, "cpu", torch.bfloat16)
+            (expected,) = encoder.encode_batch([prepare_text(caption, spec)])
             assert torch.equal(entry[spec.output], expected) and entry[spec.output].dtype == torch.bfloat16
 
 

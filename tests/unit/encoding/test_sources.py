@@ -9,7 +9,7 @@ import pytest
 import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.comfy_data import read_tokens, token_lists
-from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts, ComfyTokens
+from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts
 from devicebridge.encoding.encode import fill
 from devicebridge.encoding.store import CacheStore
 from PIL import Image
@@ -169,15 +169,15 @@ def test_where_encoders_train_their_tokens_are_kept_in_the_place_of_states(tmp_p
     clip = StubClip()
     clip.tokens = lambda text: {"l": parts, "g": [[(9, 1.0), (0, 0.1)]]}
     problem = {"problem": lambda shapes: "", "clip": clip}
-    states, tokens = ComfyTexts(NAME, **problem), ComfyTokens(NAME, **problem)
+    states, tokens = ComfyTexts(NAME, **problem), ComfyTexts(NAME, **problem, of_tokens=True)
     store = CacheStore(tmp_path)
     keys = fill(["a cat"], tokens, store)
-    assert keys["a cat"] != states.key_of("a cat") and not clip.texts
+    assert keys["a cat"] != states.key("a cat", {}) and not clip.texts
     entry = store.get(keys["a cat"])
     batch = {name: torch.stack([tensor, tensor]) for name, tensor in entry.items()}
     assert token_lists(batch) == [{"l": parts, "g": [[(9, 1.0), (0, 0.1)]]}] * 2
     with pytest.raises(ValueError, match="embedding:"):
-        replace(tokens, weighs=True).key_of("embedding:mine")
+        replace(tokens, weighs=True).key("embedding:mine", {})
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def _wan(folder, caption, dtype):
 
 def _ours(folder, spec, caption, dtype):
     encoder = load_text_encoder(spec, folder, "cpu", dtype)
-    return encoder.encode(prepare_text(caption, spec))
+    return encoder.encode_batch([prepare_text(caption, spec)])[0]
 
 
 def _assert_equal(ours, theirs, dtype):
@@ -243,7 +243,7 @@ def test_clip_weights_under_their_older_names_load(folders, tmp_path):
     expected = _ours(folders["flux1"], CLIP, "a cat", torch.float32)
     assert torch.equal(_ours(folder, CLIP, "a cat", torch.float32), expected)
     streamed = load_text_encoder(CLIP, folder, "cpu", torch.float32, captions_per_pass=1)
-    assert torch.equal(streamed.encode("a cat"), expected)
+    assert torch.equal(streamed.encode_batch(["a cat"])[0], expected)
     streamed.close()
 
 
@@ -272,9 +272,9 @@ def test_chat_content_takes_the_form_the_template_shows(folders):
 def test_captions_that_do_not_fit_are_named_once_each(folders, caplog):
     encoder = load_text_encoder(T5, folders["flux1"], "cpu", torch.float32)
     with caplog.at_level(logging.WARNING, logger=text_encoder.logger.name):
-        encoder.encode("y" * (LENGTH - 1))
+        encoder.encode_batch(["y" * (LENGTH - 1)])
         assert not caplog.records
-        encoder.encode("y" * LENGTH)
+        encoder.encode_batch(["y" * LENGTH])
     (record,) = caplog.records
     assert f"the caption '{'y' * 59} needs {LENGTH + 1}" in record.getMessage()
 
