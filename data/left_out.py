@@ -38,9 +38,9 @@ def left_out(
     for root, paths in media.items():
         known = {*paths, *captions}
         entries = [entry for entry in _entries(root, Looked(ask)) if entry not in known]
-        files = [entry for entry in entries if _ending(entry) not in suffixes and entry.is_file()]
+        files = [entry for entry in entries if entry.suffix.lower() not in suffixes and entry.is_file()]
         for folder in sorted(path for path in paths if path.is_dir()):
-            files += [entry for entry in _entries(folder, Looked(ask)) if _ending(entry) not in image_suffixes()]
+            files += [entry for entry in _entries(folder, Looked(ask)) if entry.suffix.lower() not in image_suffixes()]
         yield from _of_files(root, files)
         looked, held = Looked(ask), dict[Path, int]()
         wanted = (*suffixes, *SOUND_SUFFIXES) if latent.sound_rate else suffixes
@@ -69,7 +69,7 @@ def _count(folder: Path, looked: Looked, wanted: Collection[str], is_read: Colle
         each = remaining.pop()
         if each.resolve() not in is_read:
             entries = _entries(each, looked)
-            number += sum(_ending(entry) in wanted for entry in entries)
+            number += sum(entry.suffix.lower() in wanted for entry in entries)
             others = (entry for entry in entries if not _is_media_or_caption(entry))
             remaining += [entry for entry in others if entry.is_dir() and not entry.is_symlink()]
     return number
@@ -91,7 +91,7 @@ def is_of_system(entry: Path) -> bool:
 def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
     by_ending: dict[str, list[str]] = {}
     for file in files:
-        by_ending.setdefault(_ending(file), []).append(file.relative_to(root).as_posix())
+        by_ending.setdefault(file.suffix.lower(), []).append(file.relative_to(root).as_posix())
     if not by_ending:
         return
     kinds = [
@@ -108,8 +108,4 @@ def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
 
 
 def _is_media_or_caption(entry: Path) -> bool:
-    return (ending := _ending(entry)) in media_suffixes() or ending in TEXT_FILES
-
-
-def _ending(file: Path) -> str:
-    return file.suffix.lower()
+    return entry.suffix.lower() in (*media_suffixes(), *TEXT_FILES)
