@@ -457,8 +457,7 @@ def _sizes(question: Question) -> list[list[_Change]]:
         squares = {n: round(math.sqrt(n * latent.sound_rate * rows)) for n in _SECONDS}
         now = question.bucket[0]
         smaller = [_Change({"data.seconds": n}, {"bucket": (k, k)}) for n, k in squares.items() if 0 < k < now]
-    return [
-        smaller,
-        [_Change({"data.frames": [each]}, {"frames": each}) for each in lengths],
-        [_Change({"lora.rank": rank}) for rank in _RANKS if rank < job.lora.rank],
-    ]
+    shorter = [_Change({"data.frames": [each]}, {"frames": each}) for each in lengths]
+    ranks = () if job.lora.start_from else _RANKS  # whose file has the rank that it has
+    sizes = [] if job.data.encoded else [smaller, shorter]  # what arrived encoded has the sizes that it has
+    return [*sizes, [_Change({"lora.rank": rank}) for rank in ranks if rank < job.lora.rank]]

@@ -33,7 +33,7 @@ from devicebridge.planning.plan import (
     step_seconds,
 )
 from devicebridge.planning.question import STRATEGIES, Question, make_square
-from devicebridge.planning.search import HOST_SHARE, UNHIDDEN, needed_at_least, what_helps
+from devicebridge.planning.search import HOST_SHARE, UNHIDDEN, _sizes, needed_at_least, what_helps
 from devicebridge.planning.times import SCHEME_TIMES
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_plan_job, make_question, published_info
@@ -134,8 +134,8 @@ def test_a_batch_or_a_size_that_is_too_large_is_named():
     helps = _helps(_ask("24GB,24GB", (1024, 1024), **sections))
     assert "train.batch_size = 1 with train.gradient_accumulation_steps = 4" in helps
     assert any(each.startswith("data.resolutions = [") for each in helps)
-    sections["data"] = {"resolutions": [512], "folders": [{"path": "x", "resolutions": [1024]}]}  # which has its own
-    assert not any(each.startswith("data.resolutions") for each in _helps(_ask("24GB,24GB", (1024, 1024), **sections)))
+    for data in ({"folders": [{"path": "x", "resolutions": [1024]}]}, {"folders": [], "encoded": "x"}):
+        assert not any(_sizes(_ask("24GB,24GB", (1024, 1024), data=data, lora={"start_from": "x"})))
 
 
 def test_auto_takes_the_fastest_scheme_and_the_users_choice_stays():
