@@ -110,14 +110,12 @@ class ReadJob:
     @property
     def samples_vae(self) -> Path:
         """Where the VAE that decodes sample pictures is. Raises: ValueError if nothing names one."""
-        cache, named = self.job.cache, self.job.samples.vae
-        if named:
+        cache, is_of_comfyui = self.job.cache, self.family.host is not None
+        if named := self.job.samples.vae or (cache.stock_vae if is_of_comfyui else ""):
             return Path(named)
-        if self.family.host is not None and not cache.stock_vae:
+        if is_of_comfyui:
             graph = "in a graph, connect Load VAE or Load Checkpoint to stock VAE of Cache Captions and Latents"
             raise ValueError(f"samples.prompts need a VAE: name it with cache.stock_vae or samples.vae; {graph}")
-        if self.family.host is not None:
-            return Path(cache.stock_vae)
         if cache.latent_source and self.info.pipeline_folder is None:
             raise ValueError("samples.prompts need a VAE, and ComfyUI's encoded the images; name it with samples.vae")
         return self.vae_path
@@ -136,9 +134,6 @@ class JobPlan(ReadJob):
     def placement(self) -> Placement:
         """Which part of the model is where."""
         return self.execution.placement
-
-
-# ---- what decides how it is trained, and where its blocks go without a plan
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,6 @@ def _place_in(inner: Path, outer: Path) -> str | None:
     return next((name for each, name in places.items() if each.exists() and each.samefile(outer)), None)
 
 
-# ---- text encoders and VAE ----
-
-
 def _check_encoders(plan: JobPlan) -> None:
     cache = plan.job.cache
     if plan.family.host is not None and not (cache.has_stock_text and cache.has_stock_latents):
@@ -184,9 +181,6 @@ def _check_vae(plan: JobPlan, path: Path) -> None:
     patch = family.latent_of(plan.variant).channels // own if own else 1
     channels = (config.get("out_channels") or config["in_channels"]) // cells // patch  # before they are packed
     check_vae(family, plan.variant, path, channels)
-
-
-# ---- what its user hardly meant ----
 
 
 def give_cautions(plan: JobPlan) -> None:
@@ -250,8 +244,6 @@ def _num_bytes(path: str) -> int:
     files = sequence_files(Path(path)) if Path(path).is_dir() else [Path(path)]
     return sum(file.stat().st_size for file in files)
 
-
-# ---- settings without effect ----
 
 # Settings -> those that they depend on, and the values of one with which they have an effect; () for any but none.
 _IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {

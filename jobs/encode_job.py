@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,8 @@ from .checked_job import JobPlan, ReadJob
 
 CachePart = Literal["captions", "latents", "conditions"]
 CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents", "conditions")
-ONE_EACH = (
-    "train.batch_size is above 1, but {}, so they cannot share a batch; set batch_size 1 (gradient_accumulation_steps "
-    "does the same)"
-)
+ONE_EACH = "train.batch_size is above 1, but {}, so they cannot share a batch; set batch_size 1"
+ONE_EACH += " (gradient_accumulation_steps does the same)"
 _NOT_LOADED = "the job names encoders that only ComfyUI loads, and nothing has loaded them"  # no other may stand in
 
 
@@ -169,7 +167,7 @@ def fill_cache(
         return {}
     events.emit("phase", name=part)
     pace, store, (items, sources) = Pace(), cache_store(plan.job), _work(plan, part, encoders)
-    tell = tell_progress(events, pace)
+    tell = partial(tell_progress, events, pace)
     made = [fill(items, source, store, tell, should_stop, on_begin=pace.restart) for source in sources]
     if part == "captions":
         return {caption: tuple(keys[caption] for keys in made) for caption in items}
@@ -182,10 +180,9 @@ def _work(
     plan: JobPlan, part: CachePart, encoders: ComfyEncoders = NO_ENCODERS
 ) -> tuple[Sequence[Any], Sequence[Source[Any]]]:
     """What the entries of this part are made of, and who makes them."""
-    samples = (*plan.samples, *plan.eval_samples)
     match part:
         case "captions":
-            captions, settings = captions_of(plan.job, samples), plan.job.cache
+            captions, settings = captions_of(plan), plan.job.cache
             if settings.text_source:
                 return captions, [comfy_texts(plan, encoders)]
             if settings.has_stock_text:
@@ -197,9 +194,11 @@ def _work(
                 for spec in plan.variant.text_encoders
             ]
         case "latents":
-            return [each.image_request() for each in samples], [_latent_source(plan, encoders)]
+            return [each.image_request() for each in (*plan.samples, *plan.eval_samples)], [
+                _latent_source(plan, encoders)
+            ]
         case "conditions":
-            wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
+            wanted = wanted_conditions(plan)
             return wanted, [comfy_conditions(plan, encoders)] if wanted else []
 
 
@@ -263,7 +262,7 @@ def _refuse_unfit_texts(plan: JobPlan, store: CacheStore, keys: Mapping[str, str
 
 def _refuse_unfit_conditions(plan: JobPlan, store: CacheStore, keys: Mapping[Wanted, str]) -> None:
     """Raises: ValueError for entries of another model, or that cannot share a batch, by their headers."""
-    sharing = set(wanted_conditions(plan.job, plan.samples) if plan.job.train.batch_size > 1 else ())
+    sharing = set(wanted_conditions(replace(plan, eval_samples=())) if plan.job.train.batch_size > 1 else ())
     seen: dict[Any, Shapes] = {}
     for wanted, key in keys.items():
         _, condition = wanted
@@ -291,10 +290,10 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     return {key: f"{kinds[request]} {request.path}" for request, key in entries}
 
 
-def captions_of(job: JobConfig, samples: Iterable[Sample]) -> list[str]:
+def captions_of(read: ReadJob) -> list[str]:
     """Of all samples that are not encoded with their references, the empty one, and the prompts of pictures."""
-    captions = set() if _has_own_texts(job) else {caption for sample in samples for caption in sample.captions}
-    return sorted({"", *captions, *job.samples.prompts})
+    samples = () if _has_own_texts(read.job) else (*read.samples, *read.eval_samples)
+    return sorted({"", *read.job.samples.prompts, *(caption for each in samples for caption in each.captions)})
 
 
 def _has_own_texts(job: JobConfig) -> bool:
@@ -303,23 +302,18 @@ def _has_own_texts(job: JobConfig) -> bool:
     return way is not None and way.reads_text
 
 
-def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Iterable[Sample] = ()) -> list[Wanted]:
+def wanted_conditions(read: ReadJob) -> list[Wanted]:
     """Every caption with the files beside it that a run may read; of held-out samples no caption is dropped."""
-    dropped = [""] if job.data.caption_dropout else []
-    found = [(each, [*each.captions, *dropped]) for each in samples] + [(each, [each.caption]) for each in held_out]
+    dropped = [""] if read.job.data.caption_dropout else []
+    found = [(each, [*each.captions, *dropped]) for each in read.samples]
+    found += [(each, [each.caption]) for each in read.eval_samples]
     return [(text, sample.condition) for sample, texts in found if sample.condition for text in texts]
 
 
-def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], None]:
-    """A function that emits progress, with a rate and the time left."""
+def tell_progress(events: EventLog, pace: Pace, done: int, total: int, what: str) -> None:
+    """Emit progress, with a rate and the time left."""
+    events.emit("progress", done, total, what=what, **pace.update(done, total))
 
-    def tell(done: int, total: int, what: str) -> None:
-        events.emit("progress", done, total, what=what, **pace.update(done, total))
-
-    return tell
-
-
-# ---- reading all of a cache, and deleting what nobody needs
 
 _MAX_NAMES = 20  # of a kind that a report spells out
 

@@ -52,17 +52,17 @@ class JobProcess:
         self._command, self._file, self._on_event = command, file, on_event
         self._is_asked = False
         self._folder = Path(job.output.folder)
+        self._log = self._folder / LOG
         self._folder.mkdir(parents=True, exist_ok=True)
         self._unfinished, self._is_warned = "", False  # its last line, and whether the one before was of a warning
 
     @contextmanager
     def started(self) -> Iterator[None]:
         """While it may run."""
-        log = self._folder / LOG
         self._tail = EventTail(self._folder)
         with (
-            log.open("wb") as output,
-            log.open(encoding="utf-8", errors="replace") as self._printed,
+            self._log.open("wb") as output,
+            self._log.open(encoding="utf-8", errors="replace") as self._printed,
             start(self._command, folder=self._file.parent, output=output, stop_timeout_s=_SAVING_S) as self._running,
         ):
             yield
@@ -81,15 +81,14 @@ class JobProcess:
             return
         self.is_over, self.is_finished = True, code == 0
         if code and code != STOPPED and not (self._is_asked and code in _ENDED_BEFORE_IT_LISTENED):
-            log = self._folder / LOG
-            text = log.read_text(encoding="utf-8", errors="replace")
+            text = self._log.read_text(encoding="utf-8", errors="replace")
             errors = errors_in(text)
             if "\nTimeout (" in f"\n{text}":  # faulthandler's, before it ends a rank
                 limit = f"parallel.timeout_s ({self.job.parallel.timeout_s:g} s)"
                 errors.append(f"a process took longer than {limit}; raise it if that was work")
             causes = (each for each in errors if not any(part in each for part in _CONSEQUENCES))
             cause = next(causes, (errors or ["nothing was said"])[0])  # of the rank that failed first; others lose it
-            self.error = f"{cause} (exit code {code}; all that the processes printed is in {log})"
+            self.error = f"{cause} (exit code {code}; all that the processes printed is in {self._log})"
 
     def ask_to_stop(self) -> None:
         """Have it end its step and save; more than once, for a run that begins forgets what was asked before."""
@@ -144,9 +143,6 @@ def run_in_processes(
     if process.error:
         raise RuntimeError(process.error)
     return process.result()
-
-
-# ---- a pair of experts
 
 
 _MAIN = Path(__file__).resolve().parent.parent / "__main__.py"

@@ -29,15 +29,7 @@ from ..parallel.runner import Runner
 from ..patches.compile_blocks import remove_compiled
 from ..planning.cards import Card
 from ..planning.costs import latent_shape_of
-from ..planning.plan import (
-    Comparison,
-    TrainingPlan,
-    compare,
-    describe_comparison,
-    describe_pace,
-    describe_time,
-    parts_of,
-)
+from ..planning.plan import TrainingPlan, compare, describe_comparison, describe_pace, describe_time, parts_of
 from ..runs.record import Recording, recorded_run
 from ..sampling.draw import Decoder, make_drawing
 from ..sampling.sampler import Sampler
@@ -227,11 +219,10 @@ def _train(
 
 
 def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingResult:
-    compared: Comparison = {}
-    pace, hint, total = "", "", plan.job.train.steps
+    memory, pace, hint, total = list[str](), "", "", plan.job.train.steps
     if plan.training is not None:
         compared = compare(plan.training.devices, memory_in_use(trainer.devices))
-        pace = describe_pace(plan.training, trainer.step_times_s)
+        memory, pace = describe_comparison(compared), describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, total, devices=compared, pace=pace)
     path = Path(plan.job.output.folder)
     with trainer.as_written():
@@ -254,12 +245,9 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         eval_after=trainer.evaluations.get(trainer.step),
         checkpoint=next(reversed(list_checkpoints(checkpoint_folder(plan.job))), None),
         resume_hint=hint,
-        memory=tuple(describe_comparison(compared)),
+        memory=tuple(memory),
         pace=pace,
     )
-
-
-# ---- a checked job made into a Trainer: its model on its devices, with LoRA, runner and data
 
 
 def build_trainer(

@@ -8,7 +8,7 @@ import json
 import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,7 @@ Data = tuple[CachedSamples, CachedSamples | None]
 _LONGEST = 80  # characters of a value
 
 
-@contextmanager
-def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -> Iterator[Ranks]:
+def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -> AbstractContextManager[Ranks]:
     """The ranks of a job while they are connected.
     Raises: ValueError for a job that several processes cannot train, or devices that they cannot share out."""
     for key, given in (("model.second_expert", job.model.second_expert), ("lora.text_encoder", job.lora.text_encoder)):
@@ -54,8 +53,7 @@ def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -
             helps = "remove it, or start without parallel.processes, --nproc and torchrun"
             raise ValueError(f"{key} = {given!r} is trained in one process; {helps}")
     devices = own_devices(find_machine(job.split.devices).devices, place)
-    with joined(place, devices, job.parallel.timeout_s, own_stop) as ranks:
-        yield ranks
+    return joined(place, devices, job.parallel.timeout_s, own_stop)
 
 
 def refuse_other_jobs(job: JobConfig, identity: Mapping[str, Any], ranks: Ranks, *, is_new: bool) -> None:
@@ -84,9 +82,6 @@ def differing_ranks(given: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[
             kinds.setdefault(repr(value[0] if isinstance(value, list) and len(value) == 1 else value), where)
         if len(kinds) > 1:
             yield f"{name}: {', '.join(f'{value[:_LONGEST]} on {where}' for value, where in kinds.items())}"
-
-
-# ---- what the first rank does
 
 
 @contextmanager
@@ -155,9 +150,6 @@ def is_placed_anew(state: TrainingState, ranks: Ranks) -> bool:
     return ranks.is_launched or bool(state.facts.get("ranks"))
 
 
-# ---- captions and latents
-
-
 def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Data:
     """What work, which fills the cache and reads it, returns on each rank; all ranks.
     The first rank of each machine computes what its cache lacks, if not all is_encoded, and the others then read.
@@ -185,8 +177,6 @@ def order_of(data: Iterable[CachedSamples | None]) -> str:
     trained = [each.trained_on(index) for each in data if each is not None for index in range(len(each.samples))]
     return hashlib.sha256(repr(trained).encode()).hexdigest()
 
-
-# ---- how each rank trains its share
 
 # Where ranks share the weights (fsdp), the planner plans one card with the whole model, larger by what the others
 # hold of it, less one block: FSDP has a third gathered for a moment, and NCCL's buffers are in no forecast.
@@ -239,9 +229,8 @@ def resolve_here(
             helps = 'start the job with "devicebridge train", which starts the parallel.processes of this job'
             if count < 2:
                 helps = 'set parallel.processes to 2 or more, start with --nproc or torchrun, or set it to "auto"'
-            raise ValueError(
-                f'parallel.strategy = "{strategy}" is of several processes, and this is one alone; {helps}'
-            )
+            fault = f'parallel.strategy = "{strategy}" is of several processes, and this is one alone'
+            raise ValueError(f"{fault}; {helps}")
         if shards_weights(strategy):  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
         return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)

@@ -24,18 +24,8 @@ from ..data.folders import scan_folders
 from ..data.samples import EncodedSample, TrainingSample, as_evaluated
 from ..encoding.comfy_data import EncodedPair, load_encoded
 from ..encoding.encode import never
+from ..families.comfy import inputs
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
-from ..families.comfy.inputs import (
-    GUIDES,
-    MORE_SAMPLES,
-    NOISE_MASK,
-    SAMPLES,
-    STREAM,
-    VOICE,
-    ComfyReader,
-    num_tokens,
-    option_path,
-)
 from ..families.comfy.text_sizes import CLIP_PARTS
 from ..families.comfy.token_plans import plan_of
 from ..families.spec import LatentSpec, Variant
@@ -80,10 +70,9 @@ def _longest_text(read: ReadJob) -> SampleText | None:
     store = cache_store(read.job)
     texts = [each.text_keys for each in read.encoded]
     if read.job.cache.text_source:
-        samples = (*read.samples, *read.eval_samples)
-        wanted = wanted_conditions(read.job, read.samples, read.eval_samples)
+        samples, wanted = (*read.samples, *read.eval_samples), wanted_conditions(read)
         made = comfy_conditions(read).keys_of(wanted) if wanted else {}
-        keys = {text: (key,) for text, key in comfy_texts(read).keys_of(captions_of(read.job, samples)).items()}
+        keys = {text: (key,) for text, key in comfy_texts(read).keys_of(captions_of(read)).items()}
         texts += [text_keys(text, each.condition, keys, made) for each in samples for text in each.captions]
 
     def size(keys: tuple[str, ...]) -> int:
@@ -96,16 +85,16 @@ def _longest_text(read: ReadJob) -> SampleText | None:
     is_known = bool(entries) and all(entries)
     tensors = {name: each for entry in entries for name, each in entry.items()} if is_known else {}
     # what guides say goes by the sides of the sample's own latents; their frames are among the latents'
-    tensors = {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
+    tensors = {name: each for name, each in tensors.items() if inputs.GUIDES.isdisjoint(inputs.option_path(name))}
     masked = next((each.latents_key for each in read.encoded if each.has_mask), "")  # which takes more memory
     entry = (store.get(masked) if masked and is_known else None) or {}
-    tensors |= {name: each for name, each in entry.items() if name == NOISE_MASK}
+    tensors |= {name: each for name, each in entry.items() if name == inputs.NOISE_MASK}
     sounds = [each.sound for each in read.encoded]  # beside videos
     if comfy := read.family.comfy:
         heard = [each.sound for each in read.samples if each.sound and each.frames]
         sounds += [tuple(side or each.cells for side in comfy.sound) for each in heard]
     if sound := max(sounds, key=math.prod, default=()):
-        tensors[f"{STREAM}1"] = torch.empty(0, *sound)
+        tensors[f"{inputs.STREAM}1"] = torch.empty(0, *sound)
     return SampleText(tensors) if tensors else None
 
 
@@ -113,8 +102,7 @@ def _disk_note(read: ReadJob, text: SampleText | None) -> str:
     """How much of the disk its texts take, where that is much; "" also where nobody knows how large one is."""
     if read.encoded or read.job.lora.text_encoder:
         return ""
-    samples, store = (*read.samples, *read.eval_samples), cache_store(read.job).folder
-    count = len(captions_of(read.job, samples)) + len(wanted_conditions(read.job, read.samples, read.eval_samples))
+    count, store = len(captions_of(read)) + len(wanted_conditions(read)), cache_store(read.job).folder
     try:
         made = make_text(read.info, read.variant, text, getattr(torch, read.job.cache.dtype), META)
     except (ValueError, *BY_FOREIGN_CODE):
@@ -123,10 +111,8 @@ def _disk_note(read: ReadJob, text: SampleText | None) -> str:
     if count * size < _MUCH_BYTES:
         return ""
     there = next(each for each in (store, *store.absolute().parents) if each.is_dir())
-    return (
-        f"{count} texts of about {size / 1e6:.1f} MB each take {count * size / 1e9:.1f} GB of the disk in {store}, "
-        f"where {shutil.disk_usage(there).free / 1e9:.1f} GB are free"
-    )
+    found = f"{count} texts of about {size / 1e6:.1f} MB each take {count * size / 1e9:.1f} GB of the disk in {store}"
+    return f"{found}, where {shutil.disk_usage(there).free / 1e9:.1f} GB are free"
 
 
 def _largest(read: ReadJob) -> tuple[int, int, int]:
@@ -181,8 +167,8 @@ def read_job(
         read = replace(read, samples=tuple(scan_folders(job.data, latent, should_stop, others=others)))
     refuse_batches_with_sound(read.training_samples, job.train.batch_size)
     if job.evaluation.folder:
-        found = scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others)
-        read = replace(read, eval_samples=as_evaluated(found))
+        held_out = scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others)
+        read = replace(read, eval_samples=as_evaluated(held_out))
     return _of_own_rows(read)
 
 
@@ -194,10 +180,10 @@ def _of_own_rows(read: ReadJob) -> ReadJob:
         return read
     if all(each == plan_of(native) for each in native.derived_rows.values()):
         return read
-    subject, (height, width, frames) = subject_of(read), _largest(read)
+    height, width, frames = _largest(read)
     shape = latent_shape_of(read.info, read.variant, (height, width), frames)
     dtype = getattr(torch, read.job.model.dtype)
-    work = Work(shape, read.job.train.batch_size, dtype, None, read.job.lora, subject.text, (1.0, 1.0))
+    work = Work(shape, read.job.train.batch_size, dtype, None, read.job.lora, _longest_text(read), (1.0, 1.0))
     model, plan = make_empty_transformer(read.info), plan_of(native)
     try:
         with sharing_rows(work, model, family):
@@ -246,7 +232,7 @@ def refuse_condition(variant: Variant) -> None:
         raise ValueError(f"{why}; leave stock_vae unconnected (cache.latent_source), and give clips, no latents")
 
 
-def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
+def read_encoded_samples(path: str, reader: inputs.ComfyReader) -> tuple[EncodedSample, ...]:
     """The samples of a list, by their shapes only. Raises: ValueError naming those that do not fit the model."""
     pairs = load_encoded(path)
     problems = []
@@ -261,18 +247,18 @@ def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample,
     return tuple(_encoded_sample(pair, reader) for pair in pairs)
 
 
-def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
-    sides = pair.latents_shapes[SAMPLES][1:]
+def _encoded_sample(pair: EncodedPair, reader: inputs.ComfyReader) -> EncodedSample:
+    sides = pair.latents_shapes[inputs.SAMPLES][1:]
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
     flat = (1,) if len(sides) == 1 else ()  # audio without height
-    bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
-    sound = next((shape for name, shape in pair.latents_shapes.items() if name.startswith(MORE_SAMPLES)), ())
-    has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
+    bucket = (*flat, *sides, inputs.num_tokens(reader.comfy, pair.text_shapes))
+    sound = next((shape for name, shape in pair.latents_shapes.items() if name.startswith(inputs.MORE_SAMPLES)), ())
+    has_voice = any(inputs.option_path(name)[:1] == (inputs.VOICE,) for name in pair.text_shapes)
     # What tells apart samples that cannot share a batch: options of their CONDITIONING, noise masks, further streams.
-    shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
-    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name not in (SAMPLES, NOISE_MASK)}
-    if NOISE_MASK in pair.latents_shapes:
-        shapes[NOISE_MASK] = []
+    shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if inputs.option_path(name)}
+    streams = {name: list(shape) for name, shape in pair.latents_shapes.items() if name != inputs.SAMPLES}
+    has_mask = streams.pop(inputs.NOISE_MASK, None) is not None
+    shapes |= streams | ({inputs.NOISE_MASK: []} if has_mask else {})
     return EncodedSample(
         pair.latents,
         (pair.text,),
@@ -281,7 +267,7 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
         alike=(int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else (),
         has_sound=bool(sound) or has_voice,
         sound=sound,
-        has_mask=NOISE_MASK in pair.latents_shapes,
+        has_mask=has_mask,
     )
 
 
@@ -307,9 +293,6 @@ def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
     afresh = count - len(layers) + of_text
     _log.warning("the LoRA begins with %s, %d of its %d layers afresh%s", path.name, afresh, count, text)
     return layers
-
-
-# ---- text encoders that are trained together with the model
 
 
 def refuse_text_encoders(job: JobConfig, info: CheckpointInfo) -> None:

@@ -339,9 +339,6 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     return len(subject.train) * sizes + len(alone)
 
 
-# ---- what quantizing a model will do to it, said from the checkpoint's header
-
-
 def foresee_scheme(machine: Machine, info: CheckpointInfo) -> ModelScheme:
     """What "auto" will most likely be on this machine: none where nothing is planned."""
     return next(iter(able_schemes(machine.cards, info.quantized_types)), "none") if machine.cards else "none"
@@ -366,9 +363,6 @@ def preview_model(config: ModelConfig, devices: Sequence[str] = (), info: Checkp
         rounded = ", linears to quantize are rounded again" if settings else ""
         text += f"\nthe file holds quantized tensors ({types}): {again} become {config.dtype}{rounded}"
     return text
-
-
-# ---- what a model of ComfyUI's own class cannot do in a training, by its row
 
 
 def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:

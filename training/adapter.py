@@ -73,10 +73,8 @@ class LoraHandle:
                 parts = {kind: each for kind, each in given.items() if kind != DORA}
                 shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (parts, own)]
                 if shapes[0] != shapes[1]:
-                    raise ValueError(
-                        f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor "
-                        "and lora.rank to those of the file"
-                    )
+                    found = f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}"
+                    raise ValueError(f"{found}; set lora.factor and lora.rank to those of the file")
                 for kind, parameter in own.items():
                     parameter.copy_(parts[kind] / strength if kind in FIRST else parts[kind])
                 magnitudes = getattr(layer, DORA, {})
@@ -101,10 +99,8 @@ class LoraHandle:
         found = [given[B].shape[0], given[A].shape[1]]
         wanted = None if layer is None else [layer.out_features, layer.in_features]
         if found != wanted:
-            raise ValueError(
-                f"lora.start_from is of another text encoder: its {name} is {found}, and here is {wanted or 'none'}; "
-                "give a LoRA of this model"
-            )
+            sizes = f"its {name} is {found}, and here is {wanted or 'none'}"
+            raise ValueError(f"lora.start_from is of another text encoder: {sizes}; give a LoRA of this model")
         return layer
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -166,19 +162,14 @@ def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) 
         fused = () if family.native is None else family.native.fused_attention
         found = [name for name in found if _ATTENTION.search(name) or matches_any(name, fused)]
         if not found:
-            raise ValueError(
-                f'layers = "attention": no layer of {family.title} is called so; name them with lora.targets'
-            )
+            fault = f"no layer of {family.title} is called so; name them with lora.targets"
+            raise ValueError(f'layers = "attention": {fault}')
     if settings.kind == "oft":
-        modules: list[Any] = [model.get_submodule(name) for name in found]
-        single = [
-            n for n, each in zip(found, modules, strict=True) if oft_block_size(each.out_features, settings.rank) < 2
-        ]
-        if single:
-            raise ValueError(
-                f"OFT cannot cut the rows of {single[0]} ({len(single)} such layers) into blocks of 2 to "
-                f"{settings.rank}; set another lora.rank, or leave it out with lora.targets"
-            )
+        rows: dict[str, Any] = {name: model.get_submodule(name).out_features for name in found}
+        if single := [name for name, count in rows.items() if oft_block_size(count, settings.rank) < 2]:
+            fault = f"OFT cannot cut the rows of {single[0]} ({len(single)} such layers) into blocks of 2 to"
+            helps = "set another lora.rank, or leave it out with lora.targets"
+            raise ValueError(f"{fault} {settings.rank}; {helps}")
     of_text = resolve_targets(model, _TEXT_TARGETS) if hasattr(model, TEXT_ENCODERS) else []
     return [name for name in found if not is_of_text(name)] + of_text
 

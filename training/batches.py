@@ -225,10 +225,9 @@ def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
         states = [entry[name] for entry in entries]
         lengths = sorted({each.shape[0] if each.ndim else 1 for each in states})
         if len(lengths) > 1:
-            raise RuntimeError(
-                f"{name} of one batch have lengths {lengths} in the cache, and this model's are equally long; find "
-                "what does not belong there with devicebridge cache --verify, or choose another cache.folder"
-            )
+            found = f"{name} of one batch have lengths {lengths} in the cache, and this model's are equally long"
+            helps = "find what does not belong there with devicebridge cache --verify, or choose another cache.folder"
+            raise RuntimeError(f"{found}; {helps}")
         joined[name] = _stacked(states)
     return joined
 

@@ -82,9 +82,6 @@ def _fault(trainer: Trainer, check: BlockCheck) -> str:
     return f"as {by} compiles them they are wrong: {worst}" if worst is not None and worst.excess > 1 else ""
 
 
-# ---- one block
-
-
 class BlockDifference(NamedTuple):
     """Of a block's tensor that is the furthest off for what rounding explains: |compiled - plain| / |plain|, infinite
     where only one has values, or one is not finite; and what it may be."""

@@ -26,8 +26,9 @@ from ..patches.compile_blocks import CompiledBlocks
 from ..system.stopping import Request
 from .adapter import LoraHandle
 from .batches import CachedSamples
-from .objective import NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
+from .objective import LOWER_RATE, NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
 from .optimizer import (
+    AVERAGE,
     LoraAverage,
     LossScale,
     clip_gradients,
@@ -35,7 +36,6 @@ from .optimizer import (
     make_optimizer,
     pack_optimizer,
     set_learning_rate,
-    split_average,
     unpack_optimizer,
 )
 from .state import TrainingState, list_checkpoints, save_checkpoint
@@ -127,10 +127,9 @@ class Trainer:
         """Save, if every rank would save the same. Raises: RuntimeError, without saving, if they would not."""
         if self.ranks.is_launched and len(set(self.ranks.gather(fingerprint(self._parameters)))) > 1:
             self._is_sound = False
-            raise RuntimeError(
-                f"after step {self.step} the processes of this job do not have the same LoRA, and it is not saved: "
-                f"{self.job.optimizer.name} makes other steps from the same gradients; use another optimizer"
-            )
+            found = f"after step {self.step} the processes of this job do not have the same LoRA, and it is not saved"
+            why = f"{self.job.optimizer.name} makes other steps from the same gradients"
+            raise RuntimeError(f"{found}: {why}; use another optimizer")
         with self.ranks.doing():
             self.save()
 
@@ -152,10 +151,8 @@ class Trainer:
         return f"The steps done are saved in {newest}{lost}. The same job goes on from there with resume"
 
     def _timed_step(self) -> None:
-        start = time.perf_counter()
-        rate = self.job.optimizer.learning_rate * learning_rate_factor(
-            self.job.schedule, self.step, self.job.train.steps
-        )
+        start, total = time.perf_counter(), self.job.train.steps
+        rate = self.job.optimizer.learning_rate * learning_rate_factor(self.job.schedule, self.step, total)
         self._begun = self.order.state_dict(), random_states(self.devices)
         loss = self.train_step(rate)
         self.step += 1
@@ -166,9 +163,7 @@ class Trainer:
         elapsed = time.perf_counter() - start
         self.step_times_s.append(elapsed)
         own = {"rank_losses": self.runner.rank_losses} if isinstance(self.runner, AcrossRanks) else {}
-        self.events.emit(
-            "step", self.step, self.job.train.steps, loss=loss, learning_rate=rate, elapsed_s=elapsed, **own
-        )
+        self.events.emit("step", self.step, total, loss=loss, learning_rate=rate, elapsed_s=elapsed, **own)
         if not self._has_warned and (growth := describe_growth(self.losses)):
             self._has_warned = True
             _log.warning("%s", growth)
@@ -177,7 +172,7 @@ class Trainer:
             if self.ranks.is_launched:
                 every = enumerate(self.ranks.gather(memory))
                 memory = {f"rank {rank} {device}": each for rank, found in every for device, each in found.items()}
-            self.events.emit("memory", self.step, self.job.train.steps, **memory)
+            self.events.emit("memory", self.step, total, **memory)
 
     def train_step(self, learning_rate: float) -> float:
         """One optimizer step; returns the mean loss. Raises: RuntimeError if loss or gradients are not finite, before
@@ -207,10 +202,8 @@ class Trainer:
         return total
 
     def _why_not_finite(self, loss: float, norm: float) -> str:
-        what = (
-            f"step {self.step + 1} gave a loss of {loss} and a gradient of length {norm}; training stopped before it "
-            "could spoil the LoRA. "
-        )
+        what = f"step {self.step + 1} gave a loss of {loss} and a gradient of length {norm}"
+        what += "; training stopped before it could spoil the LoRA. "
         name = str(self._dtype).removeprefix("torch.")
         samples = [pair for each in self._chosen for pair in zip(each.indices, each.captions, strict=True)]
         broken = [text for pair in samples if (text := self.train_data.not_finite(*pair, self._dtype))]
@@ -218,28 +211,21 @@ class Trainer:
         names = ", ".join(dict.fromkeys(self.train_data.name_of(index) for index, _ in samples))
         if self._scale is not None:
             where = "in its forward, which no scale of the loss mends" if not math.isfinite(loss) else "at every scale"
-            return what + (
-                f"{said}The model leaves float16's range {where}: {names}. Go on by --continue with model.dtype = "
-                '"float32", or by --resume on cards that have bfloat16'
-            )
+            helps = 'Go on by --continue with model.dtype = "float32", or by --resume on cards that have bfloat16'
+            return f"{what}{said}The model leaves float16's range {where}: {names}. {helps}"
         if broken:
             help_with = "Delete that file, so that it is computed again, or take the sample out of the dataset"
             return f"{what}{said}{help_with} and start anew"
-        return what + (
-            f"Its samples are finite: {names}. Start anew with a lower optimizer.learning_rate and another "
-            "output.folder"
-        )
+        return f"{what}Its samples are finite: {names}. Start {LOWER_RATE}"
 
     def _refuse_spoilt_weights(self) -> None:
         """Raises: RuntimeError if the last step has left weights that are not finite; nothing of it is saved then."""
         if all(math.isfinite(largest.item()) for largest in self._largest_weights):
             return
         self._is_sound = False
-        raise RuntimeError(
-            f"after step {self.step} the LoRA's weights are not finite as {self.job.lora.dtype}, and they are not "
-            f"saved. Its learning rate was {float(self._optimizer.param_groups[0]['lr']):g}: start anew with a lower "
-            "optimizer.learning_rate and another output.folder"
-        )
+        rate, found = float(self._optimizer.param_groups[0]["lr"]), f"not finite as {self.job.lora.dtype}"
+        found = f"after step {self.step} the LoRA's weights are {found}, and they are not saved"
+        raise RuntimeError(f"{found}. Its learning rate was {rate:g}: start {LOWER_RATE}")
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -385,13 +371,13 @@ class Trainer:
         file that a kill has prevented is written. Raises: ValueError naming the file of another run."""
 
         def load_adapter() -> None:
-            trained, average = split_average(state.adapter)
+            trained = {name: each for name, each in state.adapter.items() if not name.startswith(AVERAGE)}
             if "kahan.0" in state.optimizer[0]:  # of an earlier version, whose weights were sums of two numbers
                 for index, name in enumerate(self.lora.tensors()):
                     trained[name] = trained[name].float() + state.optimizer[0][f"kahan.{index}"]
             self.lora.load_tensors(trained)
             if self._average is not None:
-                self._average.load_tensors(average, may_begin=is_changed)
+                self._average.load_tensors(state.adapter, may_begin=is_changed)
 
         is_changed, keeps_state = "keeps_optimizer" in state.facts, state.facts.get("keeps_optimizer", True)
         optimizer = partial(unpack_optimizer, self._optimizer, state.optimizer, keeps_rates=is_changed)

@@ -23,6 +23,7 @@ from .batches import LoadedBatch
 _WITH_SNR = ("EPS", "V_PREDICTION")  # what a model predicts whose sigma says its ratio of signal to noise
 _LEAST_SHARE = 1e-9  # of all timesteps that may lie in a range
 _SOME_TOKENS = 1024
+LOWER_RATE = "anew with a lower optimizer.learning_rate and another output.folder"
 
 
 def make_generator(*position: int | float | str) -> torch.Generator:
@@ -54,10 +55,9 @@ class NoiseSchedule:
 
         low, high = map(quantile_of, self.sigma_range)
         if high - low < _LEAST_SHARE:
-            raise ValueError(
-                f"timesteps are drawn so that none lies in {self.sigma_range[0]:g} to {self.sigma_range[1]:g}; change "
-                "objective.lowest_noise and highest_noise, or objective.timestep_sampling and what belongs to it"
-            )
+            found = "timesteps are drawn so that none lies in {:g} to {:g}".format(*self.sigma_range)
+            helps = "objective.lowest_noise and highest_noise, or objective.timestep_sampling and what belongs to it"
+            raise ValueError(f"{found}; change {helps}")
         u = low + (high - low) * quantiles.double()
         base = u if self.sampling == "uniform" else torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
         return (factor * base / (1 + (factor - 1) * base)).float()
@@ -81,10 +81,8 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
     sigma_range = variant.sigma_range
     if settings.expert and not variant.boundary:
         of_pair = "is that expert by its variant" if variant.partner else "is not one of two experts"
-        raise ValueError(
-            f'objective.expert = "{settings.expert}" is of Wan 2.2\'s experts as ComfyUI has them, and {variant.name} '
-            f"({family.title}) {of_pair}; remove the setting"
-        )
+        found = f'objective.expert = "{settings.expert}" is of Wan 2.2\'s experts as ComfyUI has them'
+        raise ValueError(f"{found}, and {variant.name} ({family.title}) {of_pair}; remove the setting")
     if settings.expert:
         is_high = settings.expert == "high_noise"
         sigma_range = (variant.boundary, 1.0) if is_high else (0.0, variant.boundary)
@@ -92,16 +90,12 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
     low, high = (x if x in (0.0, 1.0) else time_of(x) for x in (settings.lowest_noise, settings.highest_noise))
     both = max(sigma_range[0], low), min(sigma_range[1], high)
     if both[0] >= both[1]:
-        raise ValueError(
-            f"objective.lowest_noise = {settings.lowest_noise:g} and highest_noise = {settings.highest_noise:g} leave "
-            f"nothing of the noise levels that {variant.name} is an expert of; change them"
-        )
+        found = f"objective.lowest_noise = {settings.lowest_noise:g} and highest_noise = {settings.highest_noise:g}"
+        raise ValueError(f"{found} leave nothing of the noise levels that {variant.name} is an expert of; change them")
     if settings.loss_weighting and family.prediction_target not in _WITH_SNR:
-        raise ValueError(
-            f'objective.loss_weighting = "{settings.loss_weighting}" is of models that predict noise or v, such as '
-            f"SD 1.5 and SDXL, and {family.title} predicts {family.prediction_target.lower()}; remove it, and choose "
-            "objective.timestep_sampling or shift"
-        )
+        found = f'objective.loss_weighting = "{settings.loss_weighting}" is of models that predict noise or v'
+        other = f"such as SD 1.5 and SDXL, and {family.title} predicts {family.prediction_target.lower()}"
+        raise ValueError(f"{found}, {other}; remove it, and choose objective.timestep_sampling or shift")
     mean, std = (0.0, settings.sigmoid_scale) if sampling == "sigmoid" else (settings.logit_mean, settings.logit_std)
     made = NoiseSchedule(sampling, rule, mean, std, both)
     made.sigmas(torch.tensor([0.5]), _SOME_TOKENS)  # refuses what none would be drawn of
@@ -197,9 +191,6 @@ def predict(
     return model.through(of_one, is_one_frame=noisy.shape[2] == 1, size=size)
 
 
-# ---- the loss of a batch
-
-
 @dataclass(frozen=True)
 class NoisyBatch:
     """One forward's worth of data on the CPU: see LoadedBatch and NoisyLatents. text: with the conditions."""
@@ -279,8 +270,6 @@ class Objective:
         )
 
 
-# ---- a loss that grows without end
-
 _WINDOW = 50
 _NUM_LEFT_OUT = 2
 _FACTOR, _FACTOR_BEFORE = 5.0, 3.0  # of the last window, and of the one before it
@@ -295,8 +284,6 @@ def describe_growth(losses: Sequence[float]) -> str:
     lowest = min(range(len(means) - 2), key=means.__getitem__)
     if means[-2] < _FACTOR_BEFORE * means[lowest] or means[-1] < max(means[-2], _FACTOR * means[lowest]):
         return ""
-    return (
-        f"the loss grows: its mean was {means[lowest]:.3g} over steps {lowest * _WINDOW + 1} to "
-        f"{(lowest + 1) * _WINDOW}, and is {means[-1]:.3g} over the last {_WINDOW}. If that goes on, stop and start "
-        "anew with a lower optimizer.learning_rate and another output.folder"
-    )
+    was = f"{means[lowest]:.3g} over steps {lowest * _WINDOW + 1} to {(lowest + 1) * _WINDOW}"
+    now = f"{means[-1]:.3g} over the last {_WINDOW}"
+    return f"the loss grows: its mean was {was}, and is {now}. If that goes on, stop and start {LOWER_RATE}"

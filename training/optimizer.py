@@ -36,7 +36,7 @@ _CLASSES = {
     "prodigy": "prodigyopt.Prodigy",
     "came": "pytorch_optimizer.CAME",
 }
-_AVERAGE = "ema."  # in front of the names of its tensors
+AVERAGE = "ema."  # in front of the names of its tensors
 _GROWTH_INTERVAL = 2000
 _SHARE = "lr_share"  # of a group whose rate is so much of the others'
 _OF_JOB = ("lr", "weight_decay", _SHARE)  # values of a group that the job says; others are the optimizer's own
@@ -75,10 +75,9 @@ def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:
     if name in _UNFIT:
         raise ValueError(f'optimizer {name!r} {_UNFIT[name]}; use another, such as "adamw"')
     if module not in _MODULES and not allow_import:
-        raise ValueError(
-            f"optimizer {name!r} is of a module that is not imported by name, because importing runs its code; use a "
-            f"class of {', '.join(_MODULES)}, or allow it in the job file with optimizer.allow_import = true"
-        )
+        found = f"optimizer {name!r} is of a module that is not imported by name, because importing runs its code"
+        helps = f"use a class of {', '.join(_MODULES)}, or allow it in the job file with optimizer.allow_import = true"
+        raise ValueError(f"{found}; {helps}")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -158,23 +157,19 @@ class LoraAverage:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The average on the CPU, by "ema.<name>"."""
-        return {f"{_AVERAGE}{name}": each.cpu() for name, each in self._values.items()}
+        return {f"{AVERAGE}{name}": each.cpu() for name, each in self._values.items()}
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], *, may_begin: bool = False) -> None:
-        """Put saved ones back, bit for bit; of none it may begin with the parameters. Raises: ValueError for others."""
-        if not tensors and may_begin:
-            tensors = {f"{_AVERAGE}{name}": each.detach() for name, each in self._parameters.items()}
-        expected = {f"{_AVERAGE}{name}": each for name, each in self._values.items()}
-        if {name: each.shape for name, each in tensors.items()} != {n: each.shape for n, each in expected.items()}:
+        """Put back those of a checkpoint's LoRA that are of the average, bit for bit; of none it may begin with the
+        parameters. Raises: ValueError for others."""
+        saved = {name: each for name, each in tensors.items() if name.startswith(AVERAGE)}
+        if not saved and may_begin:
+            saved = {f"{AVERAGE}{name}": each.detach() for name, each in self._parameters.items()}
+        expected = {f"{AVERAGE}{name}": each for name, each in self._values.items()}
+        if {name: each.shape for name, each in saved.items()} != {n: each.shape for n, each in expected.items()}:
             raise ValueError("the saved average is not of this LoRA")
         for name, each in expected.items():
-            each.copy_(tensors[name])
-
-
-def split_average(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A checkpoint's LoRA, and the average that lies beside it."""
-    average = {name: each for name, each in tensors.items() if name.startswith(_AVERAGE)}
-    return {name: each for name, each in tensors.items() if name not in average}, average
+            each.copy_(saved[name])
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
@@ -213,8 +208,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         else:
             group["lr"] = own
 
-
-# ---- state ----
 
 _KEY = re.compile(r"(state|group)\.(\d+)\.(.+)")
 _LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"})

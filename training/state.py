@@ -55,9 +55,7 @@ class TrainingState:
     random: dict[str, torch.Tensor]  # generator states by device name
     facts: dict[str, Any] = field(default_factory=dict)  # plain values: job, dataset, position in the data, losses
     path: Path | None = None  # where it was read from
-    own: dict[str, Any] = field(
-        default_factory=dict
-    )  # facts saved with it, where change_facts has put others over them
+    own: dict[str, Any] = field(default_factory=dict)  # facts saved with it, under those of change_facts
 
 
 def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
@@ -85,7 +83,7 @@ def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
         raise unsaved(final, error) from error
     for old in list_checkpoints(folder)[:-keep_last]:
         _discard(old)
-    _sweep(folder)
+    sweep_checkpoints(folder)
     return final
 
 
@@ -119,14 +117,10 @@ def _discard(path: Path) -> None:
 
 def sweep_checkpoints(folder: Path) -> None:
     """Delete what runs that were killed while saving have left. No other run may be using the folder."""
-    _sweep(folder)
-    for path in list_checkpoints(folder):
-        remove_leftovers(path)
-
-
-def _sweep(folder: Path) -> None:
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in list_checkpoints(folder):
+        remove_leftovers(path)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -152,19 +146,12 @@ def load_newest(folder: Path, check: Callable[[TrainingState], None]) -> Trainin
             kept = broken.with_name(f"damaged-{broken.name}")
             shutil.rmtree(kept, ignore_errors=True)
             broken.rename(kept)
-            _log.warning(
-                "%s. Training goes on from %s, which is whole, and repeats the steps after it; what is left of the "
-                "damaged one is kept as %s",
-                why,
-                path,
-                kept.name,
-            )
+            text = "%s. Training goes on from %s, which is whole, and repeats the steps after it; what is left of the"
+            _log.warning(f"{text} damaged one is kept as %s", why, path, kept.name)
         return state
     if damaged:
-        raise ValueError(
-            f"{damaged[0][1]}. No checkpoint in {folder} is whole, so this run cannot be resumed; start anew "
-            "with another output.folder"
-        )
+        found = f"No checkpoint in {folder} is whole, so this run cannot be resumed"
+        raise ValueError(f"{damaged[0][1]}. {found}; start anew with another output.folder")
     return None
 
 
@@ -175,10 +162,9 @@ def load_checkpoint(path: Path) -> TrainingState:
     facts, over = _read_sealed(file), _read_sealed(changed) if os.path.lexists(changed) else {}
     version, digests = facts.pop("version", None), facts.pop("files", {})
     if version not in _READ_VERSIONS:
-        raise ValueError(
-            f"{file} is of version {version!r} of this format, and this DeviceBridge reads "
-            f"{' and '.join(map(str, _READ_VERSIONS))}; resume with the version of DeviceBridge that wrote it"
-        )
+        known = f"this DeviceBridge reads {' and '.join(map(str, _READ_VERSIONS))}"
+        helps = "resume with the version of DeviceBridge that wrote it"
+        raise ValueError(f"{file} is of version {version!r} of this format, and {known}; {helps}")
     if facts.get("step") != int(path.name.removeprefix("step-")):
         raise DamagedCheckpoint(f"{file} is of step {facts.get('step')!r}, and its folder says {path.name}")
     if version > 1 and digests.keys() != set(STATE_FILES):

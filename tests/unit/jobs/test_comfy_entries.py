@@ -223,7 +223,7 @@ def test_what_conditions_held_out_samples_shares_no_batch_and_drops_no_caption(t
         _, held_out = cache_job(plan, events, encoders=encoders)
     assert held_out.load([0], [0]).text["prompt_embeds"].shape[0] == 1
     dropping = dataclasses.replace(plan.job, data=dataclasses.replace(plan.job.data, caption_dropout=0.1))
-    wanted = wanted_conditions(dropping, plan.samples, plan.eval_samples)
+    wanted = wanted_conditions(dataclasses.replace(plan, job=dropping))
     (kept,) = plan.eval_samples
     assert [caption for caption, files in wanted].count("") == len(plan.samples)
     assert wanted[-1] == (kept.caption, kept.condition) and wanted[-2][0] == ""

@@ -17,19 +17,18 @@ def test_a_node_shows_captions_per_second_and_the_time_left(host: comfy_stub.Fak
     view = importlib.import_module("devicebridge.nodes.view").JobView("7", clock)
     pace = Pace(clock)
     with EventLog(tmp_path, view) as events:
-        tell = tell_progress(events, pace)
         events.emit("phase", name="captions")
         clock.now_s += 1
-        tell(40, 100, "captions")  # found in the cache
+        tell_progress(events, pace, 40, 100, "captions")  # found in the cache
         clock.now_s += 300  # the encoder is loaded
         pace.restart()
         for done in (41, 42):
             clock.now_s += 15
-            tell(done, 100, "captions")
+            tell_progress(events, pace, done, 100, "captions")
         clock.now_s += 0.01
-        tell(43, 100, "captions")  # too soon for another line, not for the bar
+        tell_progress(events, pace, 43, 100, "captions")  # too soon for another line, not for the bar
         clock.now_s += 20
-        tell(100, 100, "captions")
+        tell_progress(events, pace, 100, 100, "captions")
     assert host.texts == [
         "Encoding captions", "captions 40/100", "captions 41/100, 0.067 captions/s, about 15 min left",
         "captions 42/100, 0.067 captions/s, about 14 min left", "captions 100/100",
