@@ -55,7 +55,6 @@ class NodeView:
             interrupt_current_processing(True)  # the bar took the request away; is_cancelled must still see it
 
     def show_text(self, text: str) -> None:
-        """Text on the node, replacing what was there."""
         from server import PromptServer
 
         NodeView._last = self.node_id, text, NodeView.footer

@@ -312,7 +312,6 @@ def _readable_folders() -> list[str]:
 
 
 def _of_uploads() -> list[str]:
-    """Folders that requests write to."""
     places = folder_paths.get_input_directory, folder_paths.get_output_directory, folder_paths.get_temp_directory
     return [each() for each in places]
 

@@ -158,7 +158,6 @@ def _names() -> set[str]:
 
 
 def _held_by_models() -> Held:
-    """Cards that ComfyUI's models lie on."""
     import comfy.model_management as management
 
     sizes = Counter[str]()

@@ -214,9 +214,10 @@ def build(config: Any, names: Mapping[str, Tensor], prefix: str, device: torch.d
 
 
 def _copied(config: Any) -> Any:
-    """A config of its own, whose class is not copied with a model."""
-    own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
+    """A config of its own, which is not copied with a model: it answers None to every name that copy.deepcopy asks."""
+    own: Any = object.__new__(type(config))
     own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
+    own.__dict__["__deepcopy__"] = lambda memo: own
     return own
 
 
@@ -380,13 +381,6 @@ def channels_of(form: Any) -> int:
 
 def silence_of(form: Any) -> Callable[[int], tuple[int, ...]] | None:
     return (lambda frames: _empty_streams(form, frames)[1]) if len(_empty_streams(form, 1)) > 1 else None
-
-
-@functools.cache
-def _shared_class(cls: type) -> type:
-    """ComfyUI's configs answer None to every name, so copy.deepcopy takes that for a method."""
-    methods = {"__deepcopy__": lambda self, memo: self, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), methods)
 
 
 @functools.cache

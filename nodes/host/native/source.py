@@ -32,6 +32,7 @@ from .files import AGAIN, ask_comfyui, given_to_loader
 from .model import ComfyModel, build, channels_of, kind_of, silence_of
 
 _log = logging.getLogger(__name__)
+_Row = tuple[str, int]  # a tensor of the file and a row of it
 _PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
 _CODES = "which a language model made of its text, not of its LATENT; turn off generate_audio_codes of its encoder"
@@ -47,9 +48,19 @@ _SOUND_RATES = {"ACEStep": 44100 / 4096, "ACEStep15": 48000 / 1920, "LTXAV": 160
 _PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
 _PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel", "QwenImage21Transformer2DModel")
 _OF_UNETS = 2
+# What a model is given beside the noise, as its CONDITIONING calls it, where concat_cond does not tell. HunyuanVideo
+# 1.5 makes videos of text with the weights that take an image; HuMo fills the channels itself, and SCAIL can.
+_NEEDS = {
+    **dict.fromkeys(("HunyuanVideo15", "WAN21_SCAIL", "WAN21_SCAIL2"), ()),
+    "WAN21_HuMo": ("audio_embed", "reference_latents"),
+    "WAN21_Vace": ("vace_frames",),
+    "WAN21_Camera": ("concat_latent_image", "camera_conditions"),
+    "WAN22_S2V": ("control_video",),
+}
 # Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
 _PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
 _FROM_TEXT, _FROM_IMAGES = 0.875, 0.9  # noise level where the published pairs change from high to low noise
+_NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input off
 _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
@@ -148,7 +159,6 @@ def trained_row(row: NativeModel) -> NativeModel:
 
 
 def _why_not(base: Any, row: NativeModel) -> str:
-    """Why a class is refused; "" if it is not."""
     if row.refusal or row.untrained:
         return row.refusal or row.untrained
     if row.is_derived and not row.trained_inputs:
@@ -174,9 +184,6 @@ def _why_not(base: Any, row: NativeModel) -> str:
         said = "it is distilled to jump to the sampler's next noise level (time_r_in), and training has none"
         return f"{said}; train the model that it was distilled from, whose LoRA loads on this one, too"
     return ""
-
-
-_NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input off
 
 
 def _latent_of(base: Any, row: NativeModel) -> spec.LatentSpec:
@@ -292,17 +299,6 @@ def _sampling(base: Any, variant: spec.Variant) -> spec.SamplingSpec:
     return spec.SamplingSpec(_PICTURE_STEPS, usual, lambda num_tokens, steps: 1.0)
 
 
-# What a model is given beside the noise, as its CONDITIONING calls it, where concat_cond does not tell. HunyuanVideo
-# 1.5 makes videos of text with the weights that take an image; HuMo fills the channels itself, and SCAIL can.
-_NEEDS = {
-    **dict.fromkeys(("HunyuanVideo15", "WAN21_SCAIL", "WAN21_SCAIL2"), ()),
-    "WAN21_HuMo": ("audio_embed", "reference_latents"),
-    "WAN21_Vace": ("vace_frames",),
-    "WAN21_Camera": ("concat_latent_image", "camera_conditions"),
-    "WAN22_S2V": ("control_video",),
-}
-
-
 def _needs(base: Any, beside: int) -> tuple[str, ...]:
     """Wan's blocks take the text for an image where its image embedder is given nothing."""
     needs = _NEEDS.get(type(base).__name__, _concat_needs(base) if beside else ())
@@ -357,9 +353,6 @@ def _normaliser(form: Any, dims: int) -> Any:
 
 
 # ---- tensors that ComfyUI's loader makes of a file's
-
-
-_Row = tuple[str, int]  # a tensor of the file and a row of it
 
 
 def follow(config: Any, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord | None]:

@@ -32,7 +32,6 @@ def prepare(folder: str, base: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command; returns its exit code."""
     folder, base, *command = arguments
     try:
         prepare(folder, base)

@@ -51,6 +51,11 @@ _ONLY_A_SHARE = (
 # Patches of ComfyUI's nodes that compute row by row: name, file, function -> classes that tell them the rank's rows.
 _NAG = "NAGuidance.execute.<locals>.nag_attention_output_patch"
 _ROW_BY_ROW = {("attn1_output_patch", "nodes_nag.py", _NAG): ("Flux", "Chroma", "HunyuanVideo")}
+# By these names ComfyUI's classes call attention.
+_CHOOSES = "optimized_attention_for_device"
+_ATTENTION = (_CHOOSES, "optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
+# In any thread: how many forwards need attention led to us at a place, ComfyUI's function there, and ours.
+_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], tuple[Any, Any]]()
 
 
 def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[tuple[str, str]]:
@@ -102,40 +107,33 @@ def reasons_against_overlap(
     model: Any, unseen: Sequence[str], conds: list[Any], options: Mapping[str, Any]
 ) -> Iterator[str]:
     """Why micro-batches of this step must not be interleaved. model: the BaseModel. unseen: what runs inside it."""
-    patcher = model.current_patcher
+    patcher, given = model.current_patcher, options.get("transformer_options", {})
     if torch.is_grad_enabled():
         yield "gradients are recorded"
-    if unseen:
-        yield f"{unseen[0]} may keep state from call to call"
-    for name in replaced_methods(model.diffusion_model):
-        yield f"another node replaced {name} of the model"
+    if patcher.current_hooks is not None:
+        yield "the scheduled LoRA of the conditionings before is still in the weights"
     of_comfyui = (kind for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
-    for found in (*replaced_methods(model), *foreign_methods(of_comfyui)):
-        yield f"another node replaced {found}, around the model"
+    methods = *replaced_methods(model.diffusion_model), *replaced_methods(model), *foreign_methods(of_comfyui)
+    found = [*unseen[:1], *(f"the replaced {each}" for each in methods)]
     for key, value in patcher.object_patches.items():
         is_known = isinstance(value, nn.Module) and code_of(value).startswith(("comfy.", "comfy_extras."))
         if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
-            yield f"the object patch of {key} may keep state from call to call"
-    if "model_function_wrapper" in options:
-        yield "a model function wrapper may keep state between them"
+            found.append(f"the object patch of {key}")
     for kind in type(model).__mro__:
         if not f"{kind.__module__}.".startswith(("comfy.", "torch.", "builtins.")):
-            yield f"the class {kind.__name__} of {kind.__module__} may keep state around the model"
-    if patcher.current_hooks is not None:
-        yield "the scheduled LoRA of the conditionings before is still in the weights"
-    transformer_options = options.get("transformer_options", {})
-    wrappers = transformer_options.get("wrappers", {})
-    seen = ["a wrapper around apply_model"] * any(wrappers.get("apply_model", {}).values())
-    seen += seen_attachments(transformer_options)
-    yield from (f"{each} of another node may keep state between calls" for each in seen)
-    if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
-        yield "a wrapper of another node counts on conditionings coming together"
-    for name, value in transformer_options.items():
+            found.append(f"the class {kind.__name__} of {kind.__module__}")
+    found += ["a model function wrapper"] * ("model_function_wrapper" in options)
+    wrappers = given.get("wrappers", {})
+    found += ["a wrapper around apply_model"] * any(wrappers.get("apply_model", {}).values())
+    around = wrappers.get("calc_cond_batch", {}).items()
+    found += ["a wrapper around all conditionings"] * any(functions for key, functions in around if key != KEY)
+    found += seen_attachments(given)
+    for name, value in given.items():
         code = (part for part in reachable(value) if callable(part) and not isinstance(part, type))
         if name not in _KNOWN_ENTRIES and any(True for _ in code):
-            yield f"transformer_options[{name!r}] of another node may keep state between blocks"
-    if patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
-        yield "a callback of another node counts them"
+            found.append(f"transformer_options[{name!r}]")
+    found += ["a callback of another node"] * bool(patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE))
+    yield from (f"{each} may keep state from call to call" for each in found)
     entries = (entry for cond in conds for entry in cond or ())
     yield from (f"a conditioning has {name}" for entry in entries for name in _STATEFUL_ENTRIES if name in entry)
 
@@ -188,13 +186,6 @@ def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: S
         found.append(f"the attention override of {code}")
     if found:
         raise RuntimeError(_ONLY_A_SHARE.format("some of the attention heads", found[0]))
-
-
-# By these names ComfyUI's classes call attention.
-_CHOOSES = "optimized_attention_for_device"
-_ATTENTION = (_CHOOSES, "optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
-# In any thread: how many forwards need attention led to us at a place, ComfyUI's function there, and ours.
-_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], tuple[Any, Any]]()
 
 
 def package_of(kind: type) -> str:

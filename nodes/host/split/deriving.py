@@ -47,6 +47,7 @@ _UNITS = (2, 4, 8, 16)  # cells that a class may want whole
 _NEAR_KEYS = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest value
 _NEAR_KEYS_IN_HALF = 0.05
 HALVES = (torch.float16, torch.bfloat16)
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}  # attributes of any module
 # Of layers, whatever holds their weights and casts them.
 _OF_LAYERS = frozenset(("in_features", "out_features", "normalized_shape", "eps", "num_embeddings", "embedding_dim"))
 _OF_LAYERS |= frozenset(("kernel_size", "stride", "padding", "dilation", "groups", "num_groups"))
@@ -242,9 +243,6 @@ def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
     return {name: each for name, each in vars(module).items() if name not in _OF_TORCH and name not in RUNTIME_STATE}
-
-
-_OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 def rows_of(model: nn.Module) -> DerivedRows:

@@ -359,7 +359,6 @@ class _Stages(TorchFunctionMode):
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """In the order in which they are called."""
         return tuple(dict.fromkeys(self._list_of[each] for each in (self.calls or self.blocks)))
 
     @property

@@ -161,7 +161,6 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
     model, bound = tree.diffusion_model, tree.executor.tolerance
 
     def remembered() -> dict[str, Any]:
-        """What a forward of this class leaves on the model, a module, for the next one."""
         return {name: getattr(model, name) for name in tree.plan.layout.remembers if hasattr(model, name)}
 
     before, found, after = remembered(), compute(), remembered()

@@ -114,8 +114,6 @@ def _num_groups(request: SplitRequest, work: ForwardWork) -> tuple[int, int]:
 
 
 class TokensExecutor(Executor):
-    """Has every card run the class's own forward."""
-
     plain, plainer, has_copies = "on one card", "way to blocks", True
 
     def __init__(self, tree: SplitTree, plan: TokensPlan) -> None:

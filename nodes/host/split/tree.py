@@ -146,7 +146,6 @@ class SplitTree:
         return self.executor.bridge
 
     def weight_bytes(self) -> dict[torch.device, int]:
-        """Bytes of weights per device, as stored."""
         sizes = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
         with self.main_only():
             return {self.plan.main_device: int(management.module_size(self._base()))} | sizes
@@ -206,7 +205,6 @@ class SplitTree:
         return self._blocks[name] if block is None else block
 
     def called_modules(self) -> dict[nn.Module, torch.device]:
-        """The modules to hook, and their devices."""
         hooked = ((name, block_lists.hooked_modules(self.block(name), self.plan.layout)) for name in self.plan.blocks)
         return {module: self.plan.device_of(name) for name, modules in hooked for module in modules}
 
