@@ -171,8 +171,7 @@ def release_cached_memory() -> None:
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until everything queued on these devices is done; the CPU needs no waiting."""
     for device in devices:
-        module = device_module(device)
-        if module is not None:
+        if (module := device_module(device)) is not None:
             module.synchronize(device)
 
 

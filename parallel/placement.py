@@ -92,8 +92,7 @@ class Placement:
             shared = ", which share out the tokens" * bool(self.row_shares)
             shared += f" {ratio(self.row_shares)}" * (len({*self.row_shares}) > 1)
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}{shared}"
-        counts = {device: self.devices.count(device) for device in self.used_devices}
-        return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
+        return ", ".join(f"{device}: {self.devices.count(device)} blocks" for device in self.used_devices)
 
 
 def owner_of(fqn: str, names: Container[str]) -> str:
@@ -222,8 +221,7 @@ def plan_replicas(
 ) -> Placement:
     """A copy of the whole model on every device. Raises: ValueError naming the first that may not hold num_bytes."""
     for device in devices:
-        limit = budget_bytes.get(device)
-        if limit is not None and num_bytes > limit:
+        if (limit := budget_bytes.get(device)) is not None and num_bytes > limit:
             raise ValueError(
                 f'parallel.strategy = "{strategy}" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may '
                 f'hold {limit / 1e9:.2f} GB; set it to "auto" or "pipeline", which split the model'
@@ -261,8 +259,7 @@ def check_budgets(
     for device in placement.used_devices:
         load = sum(size for size, place in zip(block_bytes, placement.devices, strict=True) if place == device)
         load += main_bytes if device == placement.main_device else 0
-        limit = budget_bytes.get(device)
-        if limit is not None and load > limit:
+        if (limit := budget_bytes.get(device)) is not None and load > limit:
             raise ValueError(
                 f"split_at puts {load / 1e9:.2f} GB of weights on {device}, which may hold {limit / 1e9:.2f} GB; move "
                 "the cuts, raise memory_limit_gb, or let balance choose"

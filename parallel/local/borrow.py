@@ -26,9 +26,7 @@ class Borrowed:
         is_passed: Callable[[dict[Any, Any]], bool] = lambda _: False,
         passed_by: Collection[str] = (),
     ) -> None:
-        self._device = device
-        self._is_passed = is_passed
-        self._passed_by = passed_by
+        self._device, self._is_passed, self._passed_by = device, is_passed, passed_by
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by id of the source; version at first
         self._containers: list[tuple[Any, Any, Any]] = []  # the caller's, the borrowed one, what that held at first
         self._sources: dict[int, Any] = {}  # by id of what was borrowed

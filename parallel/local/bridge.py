@@ -69,23 +69,16 @@ class Bridge:
         per_device: Collection[str] = (),
     ) -> None:
         assert blocks
-        self.blocks = dict(blocks)
-        self.main_device = main_device
-        self.tail = tuple(tail)
-        self.tail_device = tail_device or main_device
-        self.transport = transport
-        self.passed_by = frozenset(passed_by)
-        self.per_device = tuple(per_device)
+        self.blocks, self.main_device, self.transport = dict(blocks), main_device, transport
+        self.tail, self.tail_device = tuple(tail), tail_device or main_device
+        self.passed_by, self.per_device = frozenset(passed_by), tuple(per_device)
         # Whether no other people's code, which may change constants in place at any time, runs between and inside the
         # blocks. Else a copy serves one call of a block, and what the block writes into it is written into its source.
         self.runs_alone = True
         self.traffic: Traffic | None = None  # of interleaved runs
         self.entered: set[nn.Module] = set()  # what was called since it was made, of blocks and tail
-        self.side_streams = SideStreams()
-        self.pool = ThreadPool()
-        self._hooks = HookSet()
-        self._local = _Local()
-        self._interleaving = threading.Lock()
+        self.side_streams, self.pool = SideStreams(), ThreadPool()
+        self._hooks, self._local, self._interleaving = HookSet(), _Local(), threading.Lock()
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -266,10 +259,8 @@ class Bridge:
         for source, copy, version in handed:
             if copy._version != version:
                 source.copy_(copy)
-        if goes_to is None:
-            return output
         sources = {id(copy): source for source, copy, _ in handed if source.device == goes_to}
-        return map_tensors(output, lambda tensor: sources.get(id(tensor), tensor))
+        return map_tensors(output, lambda tensor: sources.get(id(tensor), tensor)) if sources else output
 
     def _restore_device(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         guards = self._local.guards
@@ -342,8 +333,7 @@ class BlockSplit:
     """Handle of a model split over devices; made by apply_block_split."""
 
     def __init__(self, model: nn.Module, family: ModelFamily, placement: Placement) -> None:
-        self.placement = placement
-        self.model = model
+        self.model, self._family, self.placement = model, family, placement
         self._called = {name: called_modules(model, family, name) for name in placement.blocks}
         self.bridge = Bridge(
             {module: device for name, device in placement.items() for module in self._called[name]},
@@ -353,7 +343,6 @@ class BlockSplit:
             transport="stream" if family.native is None else transport_for(model, family.native),
             passed_by=() if family.native is None else family.native.passed_by,
         )
-        self._family = family
         self._kept: frozenset[nn.Module] = frozenset()
         self.offload: ActivationOffload | None = None
         self.recompute: Recompute = recompute

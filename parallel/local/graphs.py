@@ -81,10 +81,8 @@ class Graphs:
     """The graphs of one model. Args: devices: by rank. make_recorder: makes a GraphRecorder, or a stand-in of it."""
 
     def __init__(self, devices: Sequence[torch.device], make_recorder: Callable[[], Any], addresses: Addresses) -> None:
-        self._devices = tuple(devices)
-        self._make_recorder, self._addresses = make_recorder, addresses
-        self.fault = ""  # why nothing is recorded any more
-        self.num_replays = 0
+        self._devices, self._make_recorder, self._addresses = tuple(devices), make_recorder, addresses
+        self.fault, self.num_replays = "", 0  # why nothing is recorded any more
         self.release()
 
     def release(self) -> None:

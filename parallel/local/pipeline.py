@@ -28,10 +28,8 @@ class Pipeline(Runner, Traffic):
     def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1) -> None:
         super().__init__(model, bridge.main_device)
         assert bridge.tail_device == bridge.devices[-1]
-        self.bridge = bridge
-        self.ahead = ahead
+        self.bridge, self.ahead, self._local = bridge, ahead, _Local()
         self._stage_of = {device: stage for stage, device in enumerate(bridge.devices)}
-        self._local = _Local()
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """See Runner. Raises: RuntimeError inside another run, and where devices do not follow each other."""

@@ -347,8 +347,7 @@ class TokenParallel:
         return output
 
     def _attending(self, block: str, module: str, axes: list[str], call: Call, args: Any, kwargs: Any) -> Any:
-        here = self.rows
-        if here is None:
+        if (here := self.rows) is None:
             return call(*args, **kwargs)
         here.stack.append(_Frame(block, module, list(axes)))
         try:
@@ -357,8 +356,7 @@ class TokenParallel:
             here.stack.pop()
 
     def _tail(self, place: Place, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        here = self.rows
-        if here is not None and not here.is_gathered:
+        if (here := self.rows) is not None and not here.is_gathered:
             here.is_gathered = True
             args = (here.gather(args[0], place, ".".join(place.path)), *args[1:])
         return call(*args, **kwargs)
@@ -376,8 +374,7 @@ class TokenParallel:
         """Attention of this rank's queries to the keys of all ranks, by func. Args: q, k, v: [..., tokens, width], or
         as func takes them; of this rank's rows. A holder gives its own by `take`. Masks are cut to this rank's queries.
         Raises: RowsError for keys, or a mask, of another number of rows than the rank's."""
-        here = self.rows
-        if here is None:
+        if (here := self.rows) is None:
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
         q, k, v = (each if isinstance(each, torch.Tensor) else each.take() for each in (q, k, v))
         here.num_attentions += 1

@@ -31,10 +31,9 @@ class Coordinator:
     read and changed only inside `when` or `changing`."""
 
     def __init__(self, pool: ThreadPool, devices: Sequence[torch.device]) -> None:
-        self.is_stopping = False
+        self.is_stopping = self._is_open = False
         self._pool, self._state = pool, ThreadState(devices)
         self._error: BaseException | None = None
-        self._is_open = False
         self._changed = threading.Condition(threading.Lock())
 
     def run(self, workers: Sequence[Callable[[], None]], at_end: Callable[[int], None] = lambda index: None) -> None:
@@ -153,12 +152,9 @@ class StageOrder:
     """Lets every stage's work begin in its order, and one that must be alone when no stage works."""
 
     def __init__(self, run: Coordinator, orders: Sequence[Sequence[Work]]) -> None:
-        self._run = run
-        self._orders = orders
-        self._position = [0] * len(orders)
-        self._busy: set[int] = set()
-        self._is_exclusive = False
-        self.num_forwards = [0] * len(orders)
+        self._run, self._orders = run, orders
+        self._position, self.num_forwards = [0] * len(orders), [0] * len(orders)
+        self._busy, self._is_exclusive = set[int](), False
 
     def begin(self, stage: int, work: Work, is_alone: bool) -> None:
         """Wait until this work is next on the stage, and with is_alone until no stage works; none begins meanwhile.
