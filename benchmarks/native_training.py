@@ -10,7 +10,7 @@ it as a user's. FLUX.2 has half of its blocks, so that two models fit. Ways of a
 - "native, files read ahead": the same with its samples in the cache, as trainings read them.
 - "native, files read when needed": the same without reading ahead.
 - "without the guard": the same blocks as they are, not watched for what they write in place
-  (parallel/offload/in_place.py); only where such a block can be computed again at all.
+  (parallel/offload/recompute.py); only where such a block can be computed again at all.
 - "diffusers": the pack's own family with the same sizes, its samples in memory; FLUX.2 alone.
 - "native, compiled" and "diffusers, compiled": the same two with blocks compiled for this shape.
 
@@ -102,8 +102,7 @@ from devicebridge.jobs.job import build_trainer, check_job  # noqa: E402
 from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.devices import CPU, memory_in_use, reset_peaks, synchronize  # noqa: E402
-from devicebridge.parallel.offload.in_place import InPlaceGuard  # noqa: E402
-from devicebridge.parallel.offload.recompute import put_back, taken_out  # noqa: E402
+from devicebridge.parallel.offload.recompute import InPlaceGuard, put_back, taken_out  # noqa: E402
 from devicebridge.parallel.runner import Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402

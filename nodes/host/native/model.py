@@ -20,8 +20,7 @@ from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.local.tokens import HERE, RowsError
-from ....parallel.offload.in_place import InPlaceGuard
-from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
+from ....parallel.offload.recompute import Checkpoint, InPlaceGuard, checkpoint_calls
 from ....patches.hooks import parameters_on_meta
 from ....patches.lora import is_lora_name
 from ..split.shown_inputs import Innermost, ShownInputs, innermost_of

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from ....encoding.comfy_data import token_lists
 from ....families.comfy.inputs import COND, POOLED, is_tokens
 from ....families.spec import TEXT_ENCODERS
-from ....parallel.offload.in_place import InPlaceGuard
-from ....parallel.offload.recompute import checkpoint_calls, recompute
+from ....parallel.offload.recompute import InPlaceGuard, checkpoint_calls, recompute
 from ..comfy_encoders import HostClip
 from .files import load_clip_files
 

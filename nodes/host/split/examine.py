@@ -33,8 +33,7 @@ from ....parallel.block_lists import members
 from ....parallel.local.deriving import apart, written
 from ....parallel.local.token_training import TokenModel
 from ....parallel.local.tokens import RowsError, TokenParallel
-from ....parallel.offload.in_place import InPlaceGuard
-from ....parallel.offload.recompute import BlockCall, checkpoint_calls, recompute
+from ....parallel.offload.recompute import BlockCall, InPlaceGuard, checkpoint_calls, recompute
 from ....patches.changes import code_of
 from ....patches.hooks import HookSet, map_tensors, tensors_reached
 from ....planning.derived_rows import Blocks, Verdict

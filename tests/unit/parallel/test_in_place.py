@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from devicebridge.parallel.offload.in_place import InPlaceGuard
-from devicebridge.parallel.offload.recompute import checkpoint_calls, recompute
+from devicebridge.parallel.offload.recompute import InPlaceGuard, checkpoint_calls, recompute
 from devicebridge.patches.compile_blocks import OutOfPlace
 from devicebridge.tests.toy import slopes
 from torch import nn

@@ -10,7 +10,7 @@ from devicebridge.families.token_plan import TokenPlan
 from devicebridge.parallel.local.data_parallel import copy_model
 from devicebridge.parallel.local.token_training import TokenTraining
 from devicebridge.parallel.offload import weights as weights_module
-from devicebridge.parallel.offload.in_place import InPlaceGuard
+from devicebridge.parallel.offload.recompute import InPlaceGuard
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.runner import Runner
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards, on_cpu

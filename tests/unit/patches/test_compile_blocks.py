@@ -8,7 +8,7 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import BlockList
-from devicebridge.parallel.offload.in_place import InPlaceGuard
+from devicebridge.parallel.offload.recompute import InPlaceGuard
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches import compile_blocks
 from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
