@@ -114,8 +114,7 @@ def check_one_each(name: str, values: Sequence[object], devices: Sequence[object
 
 
 def check_kept_and_offloaded(kept_blocks: Sequence[int], offloaded_blocks: Sequence[int], placement: Placement) -> None:
-    """Raises: ValueError for blocks that shall keep their activations, or stream from host memory, and that the devices
-    do not have, or not so."""
+    """Raises: ValueError for more blocks that keep activations, or stream from host memory, than a device has."""
     devices, none = placement.used_devices, (0,) * len(placement.used_devices)
     check_one_each("split.blocks_without_checkpointing", kept_blocks, devices)
     check_one_each("split.offloaded_blocks", offloaded_blocks, devices)

@@ -118,8 +118,7 @@ class Bridge:
         self._hooks.remove()
 
     def begin(self) -> None:
-        """Start one forward of this thread, with nothing remembered. Raises: RuntimeError if this thread is inside a
-        forward."""
+        """Start one forward of this thread, with nothing remembered. Raises: RuntimeError inside another one."""
         if self.is_running:
             raise RuntimeError(
                 "a forward of this thread is running already; end it first, or run the second one in another thread"
@@ -146,8 +145,7 @@ class Bridge:
 
     @contextmanager
     def interleaved(self, traffic: Traffic) -> Iterator[None]:
-        """Let several threads have a forward each inside, which go on as traffic says. Raises: RuntimeError if a run is
-        interleaved on this bridge already."""
+        """Let several threads have a forward each inside, as traffic says. Raises: RuntimeError inside another run."""
         if not self._interleaving.acquire(blocking=False):
             raise RuntimeError("this model runs interleaved forwards already; wait for them, runs do not nest")
         try:
@@ -420,8 +418,7 @@ class BlockSplit:
         return self._bring_part(index, own(*args, **kwargs))
 
     def _bring_part(self, index: int, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What was returned, with the tail's part of it there. Of diffusers' models what needs no gradient stays: their
-        own forward brings it."""
+        """What was returned, with the tail's part of it there. What needs no gradient diffusers' own forwards bring."""
         native = self._family.native
         if native is None and not output[index].requires_grad:
             return output

@@ -24,8 +24,7 @@ Tensors = Sequence[torch.Tensor]
 # Tensors, the receiving rank, a place for the copies' events -> the copies, not to be used before settle(events)
 Send = Callable[[Tensors, int, Arrivals], Tensors]
 Exchange = Literal["full", "8-bit"]  # how activations travel: as they are, or as `encode` makes them
-# Name of the collective, number of the round, the copies for the receiver, their events, and the parts of what travels
-# as one tensor
+# Name of the collective, number of the round, the receiver's copies, their events, and the parts of what travels as one
 _Message = tuple[str, int, Sequence[Any], Arrivals, Sequence[Piece]]
 
 _RUN = 128  # numbers of a row that share a scale: a large number takes precision from these alone
@@ -53,8 +52,7 @@ def encode(tensor: torch.Tensor, run: int | None = None, mean_along: int | None 
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, means: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """What encode was given, nearly, with `means`, or what else there is, added; the same bits on every device of one
-    kind."""
+    """What encode was given, nearly, with `means`, or what else there is, added; the same bits on devices of a kind."""
     num_runs = scales.shape[-1]
     runs, made = codes.unflatten(-1, (num_runs, -1)), torch.empty(codes.shape, dtype=dtype, device=codes.device)
     out = made.unflatten(-1, (num_runs, -1))
@@ -105,8 +103,7 @@ class Collective:
         return Collective(self.size, self._send, self.exchange)
 
     def take(self, rank: int, name: str, own: Tensors) -> list[Tensors]:
-        """What all ranks posted first that this one has not taken yet, by rank, with its own as they are. Raises: as
-        all_gather."""
+        """What all ranks posted first that this one has not taken, by rank, its own as is. Raises: as all_gather."""
         return [own if each == rank else self.receive(each, rank, name) for each in range(self.size)]
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -334,8 +334,7 @@ class Unlike(Exception):
 
 
 def key_of(value: Any) -> Any:
-    """What two values have in common if one can stand for the other, but for the numbers in tensors. Raises: Unlike for
-    what nobody can tell that of."""
+    """What two values have in common if one can stand for the other, but for numbers in tensors. Raises: Unlike."""
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
             raise Unlike(f"it is given a {type(value).__name__}")

@@ -65,8 +65,7 @@ def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Map
 class Gathered:
     """Keys and values of all ranks for one attention, by groups of heads: this rank's are sent as it is made, all
     groups at once. A group is let go when it was attended to. What needs gradients is gathered as a whole and as it is.
-    Args: axis: of the keys. own: this rank's. heads: None where these are not known, which makes one group. most: so
-    many groups at most."""
+    Args: axis: of the keys. own: this rank's. heads: None if unknown, which makes one group. most: groups at most."""
 
     def __init__(self, rows: Rows, name: str, axis: str, own: Pair, heads: Heads | None, most: int) -> None:
         (keys, values), self._heads = own, heads

@@ -19,8 +19,7 @@ T = TypeVar("T")
 
 
 class Interleave(Traffic):
-    """Runs forwards through a bridged model interleaved; one run at a time per bridge. While one computes on the second
-    card, the next is on the first."""
+    """Runs forwards through a bridged model interleaved: while one is on the second card, the next is on the first."""
 
     def __init__(self, bridge: Bridge) -> None:
         self.bridge, self._here = bridge, _Here()

@@ -84,8 +84,7 @@ def shares_of(block: nn.Module, plan: TensorPlan, num_devices: int) -> Shares:
 def divide_block(
     block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, cut: Cut = lambda w, s: s.of(w)
 ) -> BlockShard:
-    """Turn a whole block into what one device computes of it, in place. Raises: ValueError if a linear does not consist
-    of the parts that the plan says."""
+    """Make a whole block what one device computes, in place. Raises: ValueError for other parts than the plan's."""
     shard = BlockShard(block)
     parts = _parts(block, plan, shares)
     lengths: dict[str, int] = {}

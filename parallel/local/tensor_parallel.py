@@ -306,8 +306,7 @@ class TensorParallel(Bridge):
         return map_tensors(output, lambda tensor: new[id(tensor)])
 
     def _check(self, block: nn.Module, found: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Raises: RuntimeError if the devices did not compute the same, as where a partial sum was not added up: the
-        same bits on devices of one kind."""
+        """Raises: RuntimeError if devices did not compute the same, on one kind the same bits: a sum may be missing."""
         kinds, shapes = [device_title(device) for device in self._ranks], [[t.shape for t in each] for each in found]
         for rank, tensors in enumerate(found[1:], start=1):
             far = float("inf")

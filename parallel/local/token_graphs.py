@@ -16,8 +16,7 @@ from .heads import Rows
 
 class Replays(NamedTuple):
     """How blocks of a forward are replayed. Args: beside: what else than their calls they depend on; compared with
-    `==`, and hashed. groups: of heads, in which keys and values travel there; 0 for as many as where blocks are
-    launched."""
+    `==`, and hashed. groups: of heads, in which keys and values travel there; 0 for as many as in launched blocks."""
 
     graphs: Graphs
     beside: Any
@@ -25,8 +24,7 @@ class Replays(NamedTuple):
 
 
 def computed(rank: Rows, block: nn.Module, part: Callable[..., Any], name: str, call: Call) -> Any:
-    """What this rank's part of a block returns, replayed or computed. Args: part: how the block is called. name: of the
-    block, the same on all ranks."""
+    """What this rank's part of a block returns, replayed or computed. Args: part: how it is called. name: on all ranks."""
     replays = rank.replays
     if replays is None:
         return part(*call[0], **call[1])

@@ -63,8 +63,7 @@ HERE = _Here()
 
 
 class Rows:
-    """The rows of one rank in one forward. Args: shares: relative shares of the rows, by rank. replays: how blocks are
-    replayed; None where they are not."""
+    """The rows of one rank in one forward. Args: shares: relative, by rank. replays: of blocks; None where none are."""
 
     def __init__(
         self, rank: int, plan: TokenPlan, shares: Sequence[float], group: Collective, replays: Replays | None = None
@@ -235,8 +234,7 @@ class TokenParallel:
         self.on_keys: Callable[[int, str, torch.Tensor], Any] | None = None  # called with rank, axis and gathered keys
 
     def attach(self) -> None:
-        """Hook the modules; a second call is a no-op. Raises: AttributeError for a module that a model lacks; nothing
-        is hooked then."""
+        """Hook the modules, once. Raises: AttributeError for a module that a model lacks; nothing is hooked then."""
         if self._hooks:
             return
         try:

@@ -157,8 +157,7 @@ class StageOrder:
         self._busy, self._is_exclusive = set[int](), False
 
     def begin(self, stage: int, work: Work, is_alone: bool) -> None:
-        """Wait until this work is next on the stage, and with is_alone until no stage works; none begins meanwhile.
-        Raises: Stopped if the run is to end."""
+        """Wait until this is next on the stage, if is_alone also for all stages; others wait then. Raises: Stopped."""
         with self._run.when(
             lambda: (
                 not (self._busy if is_alone else stage in self._busy or self._is_exclusive)
@@ -263,8 +262,7 @@ class ThreadPool:
             tasks.put(None)
 
     def task(self, name: str, work: Callable[..., None], *args: Any) -> Task:
-        """work(*args), which raises nothing, for one of the threads, in the context of the thread that asks; not
-        begun."""
+        """work(*args), which raises nothing, for one of the threads, in the context of the one that asks; not begun."""
         return Task(name, partial(contextvars.copy_context().run, work, *args), self)
 
     def give(self, task: Task) -> None:

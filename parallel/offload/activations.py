@@ -145,8 +145,7 @@ _OVER: list[_Input | None] = []
 
 
 class _Input:
-    """One tensor of a handle. card: the tensor where it is on its card. host: the buffer that has a copy, or gets
-    one."""
+    """One tensor of a handle. card: it, where it is on its card. host: the buffer that has a copy, or gets one."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.host: PinnedBuffer | None = None

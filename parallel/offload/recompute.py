@@ -111,8 +111,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class HandOut(torch.autograd.Function):
-    """A scalar whose backward hands out these gradients of a block's outputs, so that these need not be held for it.
-    The list is empty afterwards."""
+    """A scalar whose backward hands out these gradients of a block's outputs, and empties their list."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
@@ -221,8 +220,7 @@ class InPlaceGuard:
         self._compiled: Callable[..., Any] | None = None
 
     def compiled(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> InPlaceGuard:
-        """This guard around a forward compiled with OutOfPlace, whose graphs write into nothing that they have saved:
-        nothing is copied of that."""
+        """This guard around a forward compiled with OutOfPlace, whose graphs write into nothing that they saved."""
         made = InPlaceGuard(self.block, self.passed_by, has_out=self.has_out)
         made.known = self.known
         # What a graph returns has been compared before every run.

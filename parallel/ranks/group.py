@@ -92,8 +92,7 @@ class Ranks:
 
     @contextmanager
     def doing(self, *, is_long: bool = False) -> Iterator[None]:
-        """Inside, this rank works alone, or with the other ranks; see Watch.doing. Raises: RankLost where another
-        rank does not answer."""
+        """Inside, this rank works, alone or with others; see Watch.doing. Raises: RankLost if one does not answer."""
         if self.watch is None:
             yield
             return
@@ -162,8 +161,7 @@ class Ranks:
         return bytes(content.numpy())
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """What work returns, if it does so on every rank; all ranks. Raises: what it raised here; RankFailed with what
-        another rank's said."""
+        """What work returns, if it does on every rank; all ranks. Raises: what it raised; RankFailed with another's."""
         if self._control is None:
             return work()
         try:
@@ -277,8 +275,7 @@ def _wait_for_all(store: Any, count: int, own_stop: Callable[[], bool]) -> None:
 
 # ---- data parallel between processes: each rank computes its share of a step's microbatches, gradients are added up
 # once. Gradients and losses of all ranks go through one flat all-reduce, so LoRAs stay equal bit for bit. What is drawn
-# on a device (dropout) has its own stream for every microbatch; between runs all have the same, for optimizers that
-# draw.
+# on a device (dropout) has its own stream for every microbatch; between runs all have one, for optimizers that draw.
 
 
 class AcrossRanks(Runner):

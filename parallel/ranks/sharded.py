@@ -159,8 +159,7 @@ class _Filler:
 
 @contextmanager
 def whole_shapes(model: nn.Module) -> Iterator[None]:
-    """Inside, every divided weight looks whole, and holds nothing: for PEFT, which would make a LoRA for the rows that
-    are here."""
+    """Inside, divided weights look whole, and hold nothing: PEFT would make a LoRA for the rows that are here."""
     parameters = [(m, n, p) for m in model.modules() for n, p in m._parameters.items()]
     found: list[tuple[nn.Module, str, Any]] = [each for each in parameters if isinstance(each[2], DTensor)]
     try:
@@ -176,8 +175,7 @@ def whole_shapes(model: nn.Module) -> Iterator[None]:
 def checkpointed(
     block: nn.Module | BlockCall, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
 ) -> Any:
-    """As recompute of recompute.py, by torch's own checkpointing: FSDP gathers a block for both its recomputation and
-    its backward at once."""
+    """As recompute of recompute.py, by torch's own: FSDP gathers a block for recomputation and backward at once."""
     assert store is None, "inputs of blocks stay on the device here"
     if not torch.is_grad_enabled():
         return block(*args)

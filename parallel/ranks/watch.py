@@ -46,8 +46,7 @@ class Watch:
 
     @contextmanager
     def doing(self, *, is_long: bool = False) -> Iterator[None]:
-        """Inside, this rank does work, and is ended if it does not come out. is_long: half an hour is no hang: it
-        loads, connects, compiles or decodes."""
+        """Inside, this rank works, and is ended if it does not come out. is_long: half an hour is no hang (loading)."""
         yield from self._within((max(_LONGEST_S, self._timeout_s) if is_long else self._timeout_s) + self._extra_s)
 
     @contextmanager
