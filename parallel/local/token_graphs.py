@@ -24,7 +24,7 @@ class Replays(NamedTuple):
 
 
 def computed(rank: Rows, block: nn.Module, part: Callable[..., Any], name: str, call: Call) -> Any:
-    """What this rank's part of a block returns, replayed or computed. Args: part: how it is called. name: on all ranks."""
+    """What this rank's part of a block returns, replayed or computed. Args: part: how it is called. name: on all."""
     replays = rank.replays
     if replays is None:
         return part(*call[0], **call[1])
