@@ -9,17 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .ranges import (
-    LORA_ENDING,
-    MOST_STEPS,
-    STRICT,
-    PathText,
-    Range,
-    RequiredPath,
-    Seed,
-    StepCount,
-    check_file_name,
-)
+from .ranges import LORA_ENDING, MOST_STEPS, STRICT, PathText, Range, RequiredPath, Seed, StepCount, check_file_name
 from .setting import setting
 
 MOST_MICRO_BATCHES = 1024  # of a step

@@ -305,9 +305,7 @@ _PAIRS = pydantic.TypeAdapter(list[EncodedPair])
 
 
 def save_encoded(
-    pairs: Iterable[tuple[Entry, Entry]],
-    store: CacheStore,
-    on_saved: Callable[[int], None] = lambda count: None,
+    pairs: Iterable[tuple[Entry, Entry]], store: CacheStore, on_saved: Callable[[int], None] = lambda count: None
 ) -> Path:
     """Keep the entries (latents, text) that the store has not, and list them at last; returns the list's file.
     on_saved: called after each with their number; raises to stop. Raises: ValueError for no pairs; OSError naming the

@@ -206,9 +206,7 @@ FLUX1 = ModelFamily(
     vae_class="AutoencoderKL",
     block_lists=(
         BlockList(
-            "transformer_blocks",
-            text_modules=_TEXT_MODULES,
-            sample_modules=("norm1.linear", "norm1_context.linear"),
+            "transformer_blocks", text_modules=_TEXT_MODULES, sample_modules=("norm1.linear", "norm1_context.linear")
         ),
         BlockList("single_transformer_blocks", is_joint=True, sample_modules=("norm.linear",)),
     ),

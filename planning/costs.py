@@ -27,17 +27,7 @@ from ..parallel.offload.recompute import BlockCall, HandOut, module_of
 from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_flops, block_names, blocks_with_lists
 from ..patches.hooks import tensors_reached
-from .dry_run import (
-    META,
-    Kernels,
-    MemoryMeter,
-    ShortModel,
-    Work,
-    as_on_card,
-    shorten,
-    step_on_meta,
-    with_sound,
-)
+from .dry_run import META, Kernels, MemoryMeter, ShortModel, Work, as_on_card, shorten, step_on_meta, with_sound
 from .times import key_bytes, keys_of
 
 

@@ -31,12 +31,7 @@ class BlockCollective:
 
 
 def _of_heads(
-    dims: Mapping[str, int],
-    shares: Shares,
-    rank: int,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    dims: Mapping[str, int], shares: Shares, rank: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A hook before a module: of keyword arguments with tensors of all heads it gets those of one device's heads, along
     `dims`, by name. One row for all heads stays."""
