@@ -101,6 +101,12 @@ def short_texts() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def tiny_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of offloaded tiny blocks leave their card, too."""
+    monkeypatch.setattr("devicebridge.parallel.offload.weights.SMALLEST_BYTES", 1024)
+
+
 @pytest.fixture(scope="module")
 def dry_runs_once() -> Iterator[None]:
     """Models of the same sizes are run dry once for all plans of a file."""

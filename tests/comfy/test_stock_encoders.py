@@ -12,6 +12,7 @@ from devicebridge.encoding.key import comfy_latent_key, comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs
+from devicebridge.tests.clips import save_image
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.workers import case_tests
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
@@ -42,31 +43,21 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def images(server: Server, request: pytest.FixtureRequest) -> Path:
     """Three images of the size they are trained at, with captions, in ComfyUI's input folder."""
     folder = server.base / "input" / "".join(letter for letter in request.node.name if letter.isalnum())
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(1)
     for index in range(3):
-        pixels = torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8, generator=generator)
-        Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
-        (folder / f"{index}.txt").write_text(f"a (red:1.3) house {index}", encoding="utf-8")
+        save_image(folder / f"{index}.png", SIDE, SIDE, seed=index, caption=f"a (red:1.3) house {index}")
     return folder
 
 
 def _graph(family: str, pipeline: Path, images: Path, **train: Any) -> dict[str, Any]:
     """The example workflow, with the tiny CLIP and VAE as node "encoders" connected to its cache node."""
     settings = {
-        **from_folder(pipeline),
-        "TrainingDataset.folder": images.name,
-        "TrainingDataset.resolutions": str(SIDE),
+        **from_folder(pipeline), "TrainingDataset.folder": images.name, "TrainingDataset.resolutions": str(SIDE),
         "CacheCaptionsAndLatents.cache_folder": f"cache_{images.name}",
         "CacheCaptionsAndLatents.caption_weights": True,  # as core's nodes read them
-        "TrainLora.steps": 2,
-        "TrainLora.accumulation": 1,
-        "TrainLora.rank": 2,
-        "TrainLora.alpha": 2.0,
-        "TrainLora.learning_rate": 0.01,
-        "TrainLora.lora_dtype": "float32",
+        "TrainLora.steps": 2, "TrainLora.accumulation": 1, "TrainLora.rank": 2, "TrainLora.alpha": 2.0,
+        "TrainLora.learning_rate": 0.01, "TrainLora.lora_dtype": "float32",
         **{f"TrainLora.{name}": value for name, value in train.items()},
-    }
+    }  # fmt: skip
     values = {f"DeviceBridge{name}": value for name, value in settings.items()}
     graph = set_values(read_workflow(EXAMPLE_API), values)
     graph["encoders"] = {"class_type": "TestTinyEncoders", "inputs": {"family": family, "seed": 0}}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs, read_record
+from devicebridge.tests.clips import save_image
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
 from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import comfy_python
@@ -57,12 +58,8 @@ def checkpoint(comfyui: Path, server: Server) -> Path:
 @pytest.fixture(scope="module")
 def images(server: Server) -> Path:
     folder = server.base / "input" / "native_images"
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(1)
     for index in range(2):
-        pixels = torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8, generator=generator)
-        Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
-        (folder / f"{index}.txt").write_text(f"a red house {index}", encoding="utf-8")
+        save_image(folder / f"{index}.png", SIDE, SIDE, seed=index, caption=f"a red house {index}")
     return folder
 
 

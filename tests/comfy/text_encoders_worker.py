@@ -28,6 +28,7 @@ from devicebridge.nodes.host.native.text import encoded as states_of
 from devicebridge.nodes.train import TrainLora
 from devicebridge.nodes.types import TrainingDataset, TrainingModel
 from devicebridge.parallel.ranks.group import ALONE
+from devicebridge.tests.clips import save_image
 from devicebridge.tests.comfy import native_steps
 from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
@@ -38,7 +39,6 @@ from devicebridge.tests.comfy.trained_families import TRAINED, made_of
 from devicebridge.tests.comfy_host import allow_folders
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict
-from PIL import Image
 from safetensors.torch import save_file
 
 import nodes as core
@@ -67,11 +67,8 @@ class Bench(native_steps.Bench):
     def __init__(self, name: str, folder: Path) -> None:
         self.family, self.kind, self.width = BUILDS[name]
         self.folder, self.dtype, self.clip_dtype = folder, "float32", torch.float32
-        (folder / "images").mkdir(parents=True)
         for index, caption in enumerate(CAPTIONS):
-            pixels = torch.randint(0, 256, (64, 64, 3), generator=torch.Generator().manual_seed(index))
-            Image.fromarray(pixels.byte().numpy()).save(folder / "images" / f"{index}.png")
-            (folder / "images" / f"{index}.txt").write_text(caption, encoding="utf-8")
+            save_image(folder / "images" / f"{index}.png", seed=index, caption=caption)
         with small_sizes(self.family):
             self.path = folder / "model.safetensors"
             save_checkpoint(self.family, self.path)

@@ -20,8 +20,6 @@ def _scan(folder, condition, latent=LATENT, **options):
 
 @pytest.fixture
 def folders(tmp_path):
-    for name in ("after", "before"):
-        (tmp_path / name).mkdir()
     for seed, name in enumerate(("after/cat.png", "after/dog.png", "before/cat.webp"), start=1):
         save_image(tmp_path / name, seed=seed)
     for seed, name in enumerate(("dog.jpg", "dog_1.png", "dog_2.png", "dog_4.png"), start=5):
@@ -43,7 +41,6 @@ def test_references_have_the_name_of_their_image_and_numbers_behind_it(folders):
 
 def test_several_folders_follow_each_other(folders, tmp_path):
     after, before = folders
-    (tmp_path / "style").mkdir()
     for name in ("cat", "dog"):
         save_image(tmp_path / "style" / f"{name}_1.png", seed=9)
     cat, dog = _scan(after, "reference", references=(str(tmp_path / "style"), str(before)))

@@ -42,12 +42,10 @@ def _names(samples):
 
 def test_a_folder_becomes_samples_in_order_of_name(tmp_path, caplog):
     for name in ("b.png", "a.JPG", "d.webp", "c.jpeg", "e.bmp"):
-        save_image(tmp_path / name)
-        (tmp_path / name).with_suffix(".txt").write_text(f"a picture of {name}\n", encoding="utf-8")
+        save_image(tmp_path / name, caption=f"a picture of {name}\n")
     Image.new("L", (64, 64), 255).save(tmp_path / "b_mask.png")
     (tmp_path / "notes.md").write_text("not an image")
     (tmp_path / "._b.png").write_bytes(b"what macOS leaves behind")
-    (tmp_path / "inside").mkdir()
     save_image(tmp_path / "inside" / "z.png")
     save_image(tmp_path / "gas_mask.png")
     samples = _scan(tmp_path)
@@ -155,7 +153,6 @@ def test_an_empty_folder_says_what_was_looked_for(tmp_path, content):
     if content == "only_masks":
         Image.new("L", (64, 64), 255).save(tmp_path / "a_mask.png")
     if content == "only_deeper":
-        (tmp_path / "inside" / "it").mkdir(parents=True)
         save_image(tmp_path / "inside" / "it" / "a.png")
     with pytest.raises(ValueError, match=r"no images.*\.png.*\.jpg.*\.webp.*\.bmp.*not in its sub-folders"):
         _scan(tmp_path)
@@ -172,8 +169,7 @@ def test_a_missing_folder_and_a_jpeg_mask_are_refused(tmp_path):
 
 def test_small_images_are_upscaled_with_one_warning(tmp_path, caplog):
     for name, size in (("a", 30), ("b", 64), ("c", 63)):
-        save_image(tmp_path / f"{name}.png", size, size)
-        (tmp_path / f"{name}.txt").write_text("x")
+        save_image(tmp_path / f"{name}.png", size, size, caption="x")
     assert all(sample.bucket == (64, 64) for sample in _scan(tmp_path))
     (record,) = caplog.records
     assert "2 of 3 images" in record.getMessage() and "a.png, c.png" in record.getMessage()
@@ -449,10 +445,8 @@ def test_a_position_of_another_dataset_is_refused():
 
 
 def _fill(folder):
-    folder.mkdir()
     for index in range(3):
-        save_image(folder / f"{index}.png", seed=index)
-        (folder / f"{index}.txt").write_text(f"caption {index}")
+        save_image(folder / f"{index}.png", seed=index, caption=f"caption {index}")
     Image.new("L", (64, 64), 200).save(folder / "1_mask.png")
     return folder
 
@@ -544,7 +538,6 @@ def test_templates_that_would_stay_as_they_are_are_refused(tmp_path, options, me
 def test_a_folder_has_its_own_sizes_repeats_and_weight(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
-        folder.mkdir()
         save_image(folder / "a.png", 200, 200)
     save_image(one / "b.png", 200, 200)
     own = FolderConfig(str(two), resolutions=(128, 96), loss_weight=0.5, repeats=3)

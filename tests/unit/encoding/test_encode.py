@@ -6,7 +6,6 @@ import shutil
 import weakref
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 from devicebridge.data.image import ImageRequest
@@ -18,10 +17,9 @@ from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, p
 from devicebridge.encoding.text_place import TextPlace
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import LatentSpec, ModelFamily, TextEncoderSpec
-from devicebridge.tests.clips import save_clip
+from devicebridge.tests.clips import save_clip, save_image
 from devicebridge.tests.encoding import encode_captions, encode_images, example_family
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
-from PIL import Image
 
 CLIP = TextEncoderSpec("pooled", "text_encoder", "tokenizer", "pooled", 24)
 T5 = TextEncoderSpec("last_hidden_state", "text_encoder_2", "tokenizer_2", "text_states", 24)
@@ -161,12 +159,10 @@ def vae_folder(tmp_path):
 
 @pytest.fixture
 def images(tmp_path):
-    requests, generator = [], np.random.default_rng(0)
-    for number in range(10):
-        path = tmp_path / f"{number}.png"
-        Image.fromarray(generator.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(path)
-        requests.append(ImageRequest(str(path), (18, 20), (1, 2, 16, 16)))
-    return requests
+    paths = [tmp_path / f"{number}.png" for number in range(10)]
+    for number, path in enumerate(paths):
+        save_image(path, 20, 24, seed=number)
+    return [ImageRequest(str(path), (18, 20), (1, 2, 16, 16)) for path in paths]
 
 
 def _encode_images(requests, vae_folder, store, family=None, dtype=torch.float32, stop_after=None):

@@ -12,6 +12,7 @@ from devicebridge.encoding.comfy_data import read_tokens, token_lists
 from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts
 from devicebridge.encoding.encode import fill
 from devicebridge.encoding.store import CacheStore
+from devicebridge.tests.clips import save_image
 from PIL import Image
 
 CAPTIONS = ["", "a cat", "a dog", "a cat", "a bird"]
@@ -93,13 +94,10 @@ def test_captions_that_pull_in_files_are_refused(tmp_path):
 
 @pytest.fixture
 def requests(tmp_path):
-    generator = np.random.default_rng(0)
-    made = []
-    for index in range(3):
-        path = tmp_path / f"{index}.png"
-        Image.fromarray(generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(path)
-        made.append(ImageRequest(str(path), (12, 10), (2, 0, 8, 8)))
-    return made
+    paths = [tmp_path / f"{index}.png" for index in range(3)]
+    for index, path in enumerate(paths):
+        save_image(path, 12, 10, seed=index)
+    return [ImageRequest(str(path), (12, 10), (2, 0, 8, 8)) for path in paths]
 
 
 def test_a_known_vae_finds_its_latents_and_computes_none(requests, tmp_path):
@@ -123,10 +121,8 @@ def test_a_vae_of_another_model_is_refused_at_its_first_image(requests, tmp_path
 @pytest.fixture
 def clips(requests):
     folder = Path(requests[0].path).parent / "clip"
-    folder.mkdir()
-    generator = np.random.default_rng(1)
     for index in range(10):
-        Image.fromarray(generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+        save_image(folder / f"{index}.png", 12, 10, seed=10 + index)
     size = ((12, 10), (2, 0, 8, 8))
     return [ImageRequest(str(folder), *size, tuple(range(9))), ImageRequest(str(folder), *size, (0, 2, 4, 6, 8))]
 

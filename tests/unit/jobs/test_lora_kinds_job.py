@@ -12,7 +12,6 @@ from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import check_job
 from devicebridge.jobs.read_job import read_job
 from devicebridge.jobs.resume import TrainingResult
-from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards, run_steps, save_tiny_dataset
 from devicebridge.training.state import load_checkpoint, save_checkpoint
@@ -49,9 +48,9 @@ def _bytes(result: TrainingResult) -> bytes:
     return result.lora_path.read_bytes()
 
 
+@pytest.mark.usefixtures("tiny_weights_leave")
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_trains_alike_in_stages_and_resumes_bit_for_bit(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
+def test_every_kind_trains_alike_in_stages_and_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
     sections: dict[str, Any] = {"lora": KINDS[kind]}
     if kind == "lokr":
         sections["model"] = {"quantize": "int8", "rotation": 16}

@@ -23,14 +23,9 @@ from devicebridge.tests.tiny_pipeline import make_cards_job, run_steps
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 
-pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts", "tiny_weights_leave")
 CPU = torch.device("cpu")
 _PIECE = 512
-
-
-@pytest.fixture(autouse=True)
-def tiny_weights_leave(monkeypatch):
-    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
 
 
 @pytest.fixture

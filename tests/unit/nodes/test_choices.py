@@ -11,8 +11,8 @@ import torch
 from devicebridge.config.job import ModelConfig, SplitConfig
 from devicebridge.parallel import devices
 from devicebridge.tests import comfy_stub
+from devicebridge.tests.clips import save_image
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
-from PIL import Image
 
 CARDS = (torch.device("cuda", 0), torch.device("cuda", 1))
 
@@ -81,13 +81,10 @@ def test_the_old_word_for_balance_means_the_same(nodes: ModuleType) -> None:
 
 
 def test_folders_with_files_are_listed_by_one_look_at_each(nodes, host, tmp_path, monkeypatch):
-    for name in ("dogs", "sets/cats", ".hidden", "empty"):
-        (host.root / "input" / name).mkdir(parents=True)
-    for name in ("dogs", "sets/cats", ".hidden"):
-        Image.new("RGB", (8, 8)).save(host.root / "input" / name / "a.png")
     other = tmp_path / "other_disk"
-    (other / "birds").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(other / "birds" / "a.png")
+    (host.root / "input" / "empty").mkdir()
+    for folder in (*(host.root / "input" / name for name in ("dogs", "sets/cats", ".hidden")), other / "birds"):
+        save_image(folder / "a.png")
     host.allow(other)
     stat, asked = os.stat, list[str]()
     monkeypatch.setattr(os, "stat", lambda path, **how: asked.append(str(path)) or stat(path, **how))

@@ -15,7 +15,7 @@ from devicebridge.data.folders import scan_folders
 from devicebridge.families.registry import FAMILIES
 from devicebridge.system import files
 from devicebridge.tests import comfy_stub
-from PIL import Image
+from devicebridge.tests.clips import save_image
 
 
 @pytest.fixture
@@ -30,9 +30,7 @@ def folders(nodes: ModuleType) -> ModuleType:
 
 
 def _image_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    Image.new("RGB", (64, 64)).save(folder / "a.png")
-    (folder / "a.txt").write_text("a dog", encoding="utf-8")
+    save_image(folder / "a.png", caption="a dog")
     return folder
 
 

@@ -32,7 +32,7 @@ from devicebridge.planning import plan as plan_view
 from devicebridge.planning.dry_run import NoForecast
 from devicebridge.runs.record import KeptJobs
 from devicebridge.tests import comfy_stub
-from devicebridge.tests.clips import save_clip
+from devicebridge.tests.clips import save_clip, save_image
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from PIL import Image
 from safetensors.torch import save_file
@@ -251,10 +251,8 @@ def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: py
 
 
 def _make_images(folder: Path, count: int = 2) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
-        Image.new("RGB", (64, 64), (index * 40, 10, 10)).save(folder / f"{index}.png")
-        (folder / f"{index}.txt").write_text(f"picture {index}", encoding="utf-8")
+        save_image(folder / f"{index}.png", seed=index, caption=f"picture {index}")
     return folder
 
 

@@ -21,15 +21,10 @@ from devicebridge.tests.tiny_split import assert_same, losses_of, make_micro_bat
 from devicebridge.training.adapter import apply_lora
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "tiny_weights_leave")
 HOME, NEXT = CARDS[:2]
 CPU = torch.device("cpu")
 LAYERS = {"flux2": {"num_layers": 2, "num_single_layers": 4}, "flux1": {}, "wan": {"num_layers": 6}}
-
-
-@pytest.fixture(autouse=True)
-def tiny_weights_leave(monkeypatch):
-    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
 
 
 @dataclasses.dataclass

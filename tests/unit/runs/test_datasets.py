@@ -24,6 +24,7 @@ from devicebridge.runs.api import Answer, Api, Host
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
 from devicebridge.system import locks
+from devicebridge.tests.clips import save_image
 from PIL import Image
 
 JSON = {"Content-Type": "application/json"}
@@ -33,10 +34,8 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     place = tmp_path / "input" / "dogs"
-    place.mkdir(parents=True)
-    for name in ("a", "b"):
-        Image.new("RGB", (96, 64)).save(place / f"{name}.png")
-    (place / "a.txt").write_text("a dog")
+    for name, caption in (("a", "a dog"), ("b", "")):
+        save_image(place / f"{name}.png", 64, 96, caption=caption)
     return place
 
 

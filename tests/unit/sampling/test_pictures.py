@@ -19,7 +19,6 @@ from devicebridge.jobs import job as job_module
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.resume import TrainingResult
-from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.ranks.group import Ranks
 from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.patches.compile_blocks import CompiledBlocks
@@ -196,11 +195,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "kept activations": {"split": {**TWO, "blocks_without_checkpointing": [1, 1]}},
     "offloaded inputs": {"split": TWO, "train": {**TRAIN, "offload_activations": "on"}},
 }  # fmt: skip
-
-
-@pytest.fixture
-def tiny_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
 
 
 def _with(job: JobConfig, **sections: Any) -> JobConfig:
