@@ -154,11 +154,13 @@ def _refused() -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None, tupl
     down, up = _pair()
     name = f"transformer.{LAYER}"
     a, b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+    pair = {a: down, b: up}
     lokr = {f"lycoris_{LAYER.replace('.', '_')}.lokr_w{n}": _random(4, 4) for n in (1, 2)}
-    alpha = f"{name}.alpha"
+    alpha, magnitude, down_key = (f"{name}.{each}" for each in ("alpha", "dora_scale", "lora_down.weight"))
+    usual = {"r": 4, "lora_alpha": 16}
     return {
         "zeros of LoKr": ({key: each * key.endswith("1") for key, each in lokr.items()}, None, ("changes nothing",)),
-        "a magnitude of OFT": ({f"{name}.oft_blocks": up, f"{name}.dora_scale": up[:, :1]}, None, (name, "OFT")),
+        "a magnitude of OFT": ({f"{name}.oft_blocks": up, magnitude: up[:, :1]}, None, (name, "OFT")),
         "unequal ranks": ({a: down, b: _random(rows, 8)}, None, (name, "rank 4", "rank 8")),
         "complex": ({a: down.to(torch.complex64), b: up}, None, (name, "lora_A", "complex64")),
         "NaN": ({a: down, b: up * math.nan}, None, (name, "lora_B", "not finite")),
@@ -167,43 +169,31 @@ def _refused() -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None, tupl
         "half of LoHa": ({f"{name}.hada_w1_a": up, f"{name}.hada_w1_b": down}, None, (name, "hada_w2_a")),
         "no second factor": ({f"{name}.lokr_w1": up}, None, (name, "lokr_w2")),
         "alpha alone": ({alpha: torch.tensor(1.0)}, None, (name, "alpha")),
-        "LoRA and LoKr": ({a: down, b: up, f"{name}.lokr_w1": up, f"{name}.lokr_w2": up}, None, (name, "LoKr")),
+        "LoRA and LoKr": ({**pair, f"{name}.lokr_w1": up, f"{name}.lokr_w2": up}, None, (name, "LoKr")),
         "a vector": ({a: down[0], b: up}, None, (name, "lora_A", f"[{columns}]")),
         "a convolution": ({a: _random(RANK, columns, 3, 3), b: up}, None, (name, "convolution")),
-        "alpha 0": ({a: down, b: up, alpha: torch.tensor(0.0)}, None, (name, "alpha", "0")),
-        "two alphas": ({a: down, b: up, alpha: torch.ones(2)}, None, (name, "alpha", "[2]")),
+        "alpha 0": ({**pair, alpha: torch.tensor(0.0)}, None, (name, "alpha", "0")),
+        "two alphas": ({**pair, alpha: torch.ones(2)}, None, (name, "alpha", "[2]")),
         "a magnitude for columns": (
-            {a: down, b: up, f"{name}.dora_scale": torch.ones(1, columns)},
+            {**pair, magnitude: torch.ones(1, columns)},
             None,
             (name, "dora_scale", f"[1, {columns}]"),
         ),
-        "one spelling more": (
-            {a: down, b: up, f"{name}.lora_down.weight": down.clone()},
-            None,
-            (a, f"{name}.lora_down.weight"),
-        ),
-        "metadata of another rank": (
-            {a: down, b: up},
-            _adapter(OF, r=8, lora_alpha=16),
-            (name, "rank 4", "alpha 16", "rank 8"),
-        ),
+        "one spelling more": ({**pair, down_key: down.clone()}, None, (a, down_key)),
+        "metadata of another rank": (pair, _adapter(OF, r=8, lora_alpha=16), (name, "rank 4", "alpha 16", "rank 8")),
         "metadata of another alpha": (
-            {a: down, b: up, alpha: torch.tensor(2.0)},
-            _adapter(OF, r=4, lora_alpha=16),
+            {**pair, alpha: torch.tensor(2.0)},
+            _adapter(OF, **usual),
             (name, "alpha 2", "alpha 16", "rank 4"),
         ),
-        "metadata of another component": ({a: down, b: up}, _adapter("unet.", r=4, lora_alpha=16), (name, "unet")),
-        "metadata of no alpha": ({a: down, b: up}, _adapter(OF, r=4), (LAYER, "alpha")),
-        "metadata of rank 0": ({a: down, b: up}, _adapter(OF, r=0, lora_alpha=16), (LAYER, "rank 0")),
-        "metadata that is no JSON": ({a: down, b: up}, {"lora_adapter_metadata": "{"}, ("lora_adapter_metadata",)),
-        "a pattern without an end": (
-            {a: down, b: up},
-            _adapter(OF, r=4, lora_alpha=16, rank_pattern={"(a+)+": 4}),
-            ("rank_pattern", "(a+)+"),
-        ),
+        "metadata of another component": (pair, _adapter("unet.", r=4, lora_alpha=16), (name, "unet")),
+        "metadata of no alpha": (pair, _adapter(OF, r=4), (LAYER, "alpha")),
+        "metadata of rank 0": (pair, _adapter(OF, r=0, lora_alpha=16), (LAYER, "rank 0")),
+        "metadata that is no JSON": (pair, {"lora_adapter_metadata": "{"}, ("lora_adapter_metadata",)),
+        "a pattern without an end": (pair, _adapter(OF, **usual, rank_pattern={"(a+)+": 4}), ("rank_pattern", "(a+)+")),
         "a base that was changed": (
-            {a: down, b: up},
-            _adapter(OF, r=4, lora_alpha=16, init_lora_weights="pissa_niter_16"),
+            pair,
+            _adapter(OF, **usual, init_lora_weights="pissa_niter_16"),
             ("pissa_niter_16",),
         ),
         "an alpha that was lost": (
