@@ -66,7 +66,8 @@ def fit_loha(layers: Iterable[Any], adapter: str, rank: int) -> None:
         if base.weight.shape[-1] != base.in_features:
             layer.create_adapter_parameters(adapter, rank, (base.out_features, base.in_features))
             layer.reset_adapter_parameters(adapter)
-            layer._move_adapter_to_device_of_base_layer(adapter)  # as PEFT after it draws
+            for kind in layer.adapter_layer_names:  # as PEFT does, which would round them too
+                getattr(layer, kind).to(base.weight.device)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
-from devicebridge.patches.lora_linear import apply_fused
+from devicebridge.patches.lora_linear import apply_fused, fit_loha
 from devicebridge.quantization import eight_bit, stored
 from devicebridge.quantization.eight_bit import make_rotation
 from devicebridge.quantization.frozen_linear import FrozenLinear8
@@ -23,8 +23,9 @@ from devicebridge.quantization.quantize import (
     sort_modules,
 )
 from devicebridge.quantization.stored import ROWS, make_convrot
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.gguf_files import KINDS, meaning, random_blocks
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -202,3 +203,14 @@ def test_auto_rounds_nothing_again_where_it_can() -> None:
     assert auto_schemes({"float8_e4m3fn": 5}, able[1:]) == ["int8-compute", "stored"]
     assert auto_schemes({"float8_e5m2": 5}, able[2:]) == ["stored"]
     assert LoraSettings().dtype and ROWS not in KINDS
+
+
+def test_a_loha_of_packed_weights_is_drawn_in_float32_and_is_on_their_card() -> None:
+    kept, _, _ = _taken("Q4_K")
+    with emulated_cards():
+        kept.blocks[0].to(CARDS[1]).to(torch.bfloat16)
+        inject_adapter_in_model(LoHaConfig(r=2, alpha=2, target_modules=["blocks.0"]), kept)
+        fit_loha([kept.blocks[0]], "default", 2)
+        drawn = kept.blocks[0].hada_w1_b["default"]
+        assert drawn.device == CARDS[1] and drawn.shape == (2, K)
+        assert not torch.equal(on_cpu(drawn), on_cpu(drawn).bfloat16().float())
