@@ -22,7 +22,7 @@ from ..families.spec import ModelFamily, Variant
 from . import model_class
 from .header import FileHeader, TensorRecord, read_header
 from .model_class import described, differences, expected_shapes, with_defaults
-from .model_files import UNET, Source, describe_other, find_source, first, refuse_lora
+from .model_files import LORA_NAME, UNET, Source, describe_other, find_source, first
 from .quantized_files import TYPE_NAMES, pair_scales, read_formats
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,9 @@ def read_tensor_records(
     source = find_source(path, wanted)
     headers = [read_header(file, is_model=True) for file in source.files]
     records = {name: record for header in headers for name, record in header.records().items()}
-    refuse_lora(source.path, records)
+    if found := [match[2] for match in map(LORA_NAME.search, records) if match]:
+        what = f"{source.path} is a LoRA file: {len(found)} {found[0]} tensors"
+        raise ValueError(f"{what}; give the model it belongs to instead")
     for prefix in _PREFIXES:
         if own := {name[len(prefix) :]: record for name, record in records.items() if name.startswith(prefix)}:
             return source, headers, own

@@ -162,7 +162,7 @@ def _renamed(file: LoraFile, named: Mapping[str, str], layout: FileLayout, dtype
         for kind, each in parts.items():
             new = f"{ORIGINAL}{named[layer]}.{kind}" if layer in named else ""
             name = _in_layout(new, layout) if new else own.get(kind, f"{layer}.{kind}")
-            yield name, file.cast(each, own[kind], dtype) if kind in own else each
+            yield name, file.cast(each, own[kind], kind, dtype) if kind in own else each
         file.reader.release()
 
 
@@ -177,7 +177,7 @@ def _rewritten(file: LoraFile, model: Model, layout: LoraLayout, is_kohya: bool,
             parts[A] = next(each[A] for each in placed.values() if torch.equal(each[A], parts[A]))
         trained = {f"{name}.{kind}": each for name, parts in placed.items() for kind, each in parts.items()}
         for name, tensor in lora_file.make_lora_tensors(model.family, layout, trained, trained, 1.0, 1).items():
-            each = tensor if name.endswith(f".{ALPHA}") else file.cast(tensor, file.names[layers[0]][B], dtype)
+            each = tensor if name.endswith(f".{ALPHA}") else file.cast(tensor, file.names[layers[0]][B], B, dtype)
             yield _in_layout(name, "kohya" if is_kohya else layout), each
         file.reader.release()
 

@@ -54,12 +54,10 @@ class LoraFile:
         own = self.names[layer]
         return {kind: each.float() * self.strengths.get(own[kind], 1) for kind, each in self.parts(layer).items()}
 
-    def cast(self, tensor: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
+    def cast(self, tensor: Tensor, name: str, kind: str, dtype: torch.dtype | None) -> Tensor:
         """As the file's tensor of this name is, in another type or its own. Raises: ValueError for infinite numbers."""
-        part = lora_start.find_part(name)
-        assert part is not None
         own = self.reader.get_tensor(name).dtype
-        wanted = torch.float32 if part.kind == ALPHA else self._wanted(own, None if part.kind in EXACT else dtype)
+        wanted = torch.float32 if kind == ALPHA else self._wanted(own, None if kind in EXACT else dtype)
         if sides := self.reader.header.tensors[name].shape[2:]:  # of a convolution
             tensor = tensor.reshape(len(tensor), -1, *sides)
         return finite(tensor, wanted, f"{name} of {self.path}")
@@ -73,7 +71,7 @@ class LoraFile:
         own, wanted = self.names[layer], self._wanted(self.type_of(layer), dtype)
         for kind, each in parts.items():
             if kind in own:
-                yield own[kind], self.cast(each, own[kind], dtype)
+                yield own[kind], self.cast(each, own[kind], kind, dtype)
             elif kind != ALPHA:  # a plain LoRA of another kind
                 yield f"{layer}.{kind}", finite(each, wanted, f"{layer} of {self.path}")
 

@@ -14,7 +14,7 @@ from .header import FILE_ENDINGS, OTHER_ENDINGS, read_weight_map
 
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?P<ending>\.\w+)$")
 _WEIGHTS = "diffusion_pytorch_model"
-_LORA_NAME = re.compile(r"(\.|_)(lora_A|lora_down|lora\.down|hada_w1_a|lokr_w1|lokr_w1_a|oft_blocks)(\.|$)")
+LORA_NAME = re.compile(r"(\.|_)(lora_A|lora_down|lora\.down|hada_w1_a|lokr_w1|lokr_w1_a|oft_blocks)(\.|$)")
 UNET = "a Stable Diffusion checkpoint (UNet)"
 # What it is, and the pattern of the names that tell; the first match wins.
 _KINDS = {
@@ -120,14 +120,6 @@ def first(names: Iterable[str], most: int = 3) -> str:
     """Some names, for a message, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def refuse_lora(path: Path, names: Collection[str]) -> None:
-    """Raises: ValueError if these are the tensors of a LoRA."""
-    if found := [match for match in map(_LORA_NAME.search, names) if match]:
-        raise ValueError(
-            f"{path} is a LoRA file: {len(found)} {found[0][2]} tensors; give the model it belongs to instead"
-        )
 
 
 def describe_other(names: Collection[str]) -> str:

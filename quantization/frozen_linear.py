@@ -87,13 +87,9 @@ class FrozenLinear8(nn.Linear):
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear, scheme: RoundingScheme, *, rotation: int = 0) -> FrozenLinear8:
         """Round a linear's weight, where it is; the bias stays the same Parameter, frozen. linear is not changed.
-        Raises: ValueError for a weight that is 8-bit already or not finite, or a rotation that does not fit."""
+        Raises: ValueError for a weight that is not finite, or a rotation that does not fit."""
         dtype, weight = ROUNDED[scheme], linear.weight
-        if weight.dtype not in _FULL_DTYPES:
-            raise ValueError(
-                f"{scheme} was requested, but the weight is {weight.dtype}; round a bfloat16, float16 or float32 "
-                "weight, or take one with its scale as it is"
-            )
+        assert weight.dtype in _FULL_DTYPES, weight.dtype
         matrix = rotation_for(weight, dtype, rotation)
         values, scale = quantize_weight(weight, dtype, matrix)
         packing = "" if scheme.endswith("-compute") else ROWS

@@ -241,7 +241,7 @@ def test_from_linear_leaves_the_linear_alone_and_halves_the_bytes(scheme, rotati
     assert layer.scale.dtype is torch.float32 and layer.scale.shape == (128, 1)
     assert layer.compute_dtype is torch.bfloat16 and not layer.packing
     assert decibels(before.float(), layer.dequantize().float()) > (30 if scheme == FP8 else 38)
-    with pytest.raises(ValueError, match="the weight is torch.*take one with its scale as it is"):
+    with pytest.raises(AssertionError, match="torch"):
         FrozenLinear8.from_linear(layer, scheme)
 
 
