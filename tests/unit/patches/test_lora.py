@@ -17,10 +17,6 @@ class Attention(nn.Module):
         # The same name is a ModuleList in one kind of block and a linear in the other, as in FLUX.2.
         self.to_out = nn.ModuleList([nn.Linear(8, 8), nn.Dropout(0.0)]) if has_list else nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm_q(self.to_q(x))
-        return self.to_out[0](x) if isinstance(self.to_out, nn.ModuleList) else self.to_out(x)
-
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -30,12 +26,6 @@ class Model(nn.Module):
         self.image = nn.ModuleList(Attention(has_list=False) for _ in range(1))
         self.embed = nn.Embedding(4, 8)
         self.requires_grad_(False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in [*self.joint, *self.image]:
-            x = block(x)
-        return x
 
 
 def attach(model: nn.Module, targets: list[str] | None = None, **options) -> nn.Module:
