@@ -127,6 +127,7 @@ def _first_fault(faults: dict[str, str], steps: Iterable[str]) -> str:
     """Of an error's line what is the reason: neither its class, nor what was asked, nor what would help."""
     fault = next((faults[step] for step in steps if faults[step]), "")
     fault = re.sub(r" \(\w+Error: .*?\)", "", fault)  # which error was behind it
+    fault = fault.replace("Unsupported: ", "Unsupported: torch's compiler does not know ")
     return (fault.partition(": ")[2] or fault).rpartition(", but ")[2].partition(";")[0]
 
 
