@@ -345,7 +345,7 @@ def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
         f"each process has {count} devices; start one process per device": count != 1,
         f'model.quantize = "{scheme}" keeps rows that are not cut; use "int8-compute" or "none"': not is_cut,
         f'torch {torch.__version__} shares no weights in int8; use torch 2.12 or newer, or model.quantize = "none"': (
-            scheme == "int8-compute" and torch.__version__ < (2, 12)
+            scheme == "int8-compute" and torch.__version__ < "2.12"
         ),
         "lora.dora = true asks for norms of whole weights; set it to false": job.lora.dora,
         'train.offload_activations = "on" is for blocks that stay on their device; set it to "off"': moves,
