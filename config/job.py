@@ -266,11 +266,9 @@ def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
     if "int8-compute" not in (old.model.quantize, new.model.quantize):  # nothing else is rotated
         free.add("model.rotation")
     before, after = _settings_of(old, free), _settings_of(new, free)
-    shown = [
-        (name, *(repr(each[name]) if name in each else "nothing" for each in (before, after)))
-        for name in sorted(before | after)
-    ]
-    return [f"{name}: {was} -> {now}" for name, was, now in shown if was != now]
+    names = [name for name in sorted(before | after) if before.get(name, ...) != after.get(name, ...)]
+    shown = [[repr(each[name]) if name in each else "nothing" for each in (before, after)] for name in names]
+    return [f"{name}: {was} -> {now}" for name, (was, now) in zip(names, shown, strict=True)]
 
 
 def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:

@@ -142,10 +142,8 @@ def test_a_path_over_a_link_is_given_to_another_process_as_it_is_and_compared_by
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     sections = {"output": {"folder": str(tmp_path / "link" / "out")}, "data": {"folders": [{"path": str(tmp_path)}]}}
-    given, real, other = (
-        make_job({**MINIMAL, **sections, "model": {"path": str(tmp_path / name / "m")}})
-        for name in ("link", "disk", "x")
-    )
+    models = [{"path": str(tmp_path / name / "m")} for name in ("link", "disk", "x")]
+    given, real, other = (make_job({**MINIMAL, **sections, "model": each}) for each in models)
     save_for_process(given, tmp_path / "job.toml")
     assert load_job(tmp_path / "job.toml") == given
     assert differing_keys(real, given) == differing_keys(given, real) == []
@@ -155,9 +153,10 @@ def test_a_path_over_a_link_is_given_to_another_process_as_it_is_and_compared_by
 def test_differences_that_matter_on_resume():
     old = make_job(MINIMAL)
     assert differing_keys(old, make_job(_with("output", save_every_steps=5, keep_last=7))) == []
-    other = differing_keys(old, make_job(_with("cache", text_source=CLIP)))
-    assert other == [f"cache.text_source: '' -> {CLIP!r}"]
+    assert differing_keys(old, make_job(_with("cache", text_source=CLIP))) == [f"cache.text_source: '' -> {CLIP!r}"]
     assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]
+    given, same = (make_job(_with("optimizer", options=each)) for each in ({"a": 1, "b": 2}, {"b": 2, "a": 1.0}))
+    assert differing_keys(given, same) == []
 
 
 def test_where_files_lie_does_not_matter_on_resume():
