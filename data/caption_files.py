@@ -60,11 +60,15 @@ def json_captions(folder: Path, paths: Sequence[Path]) -> tuple[Tables, str]:
         return Tables(), str(error)
 
 
+def is_plain(name: str) -> bool:
+    """Whether a name is neither a path, which may lead elsewhere, nor of a hidden file."""
+    return Path(name).name == name and not name.startswith(".")
+
+
 def media_file(folder: Path, name: str) -> Path | None:
     """One of media_files by its name, without listing the folder; None if it is none."""
     path = folder / name
-    is_plain = path.name == name and not name.startswith(".")
-    return path if is_plain and not os.path.islink(path) and is_media(path) else None
+    return path if is_plain(name) and not os.path.islink(path) and is_media(path) else None
 
 
 def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator[Captioned]:

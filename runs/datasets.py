@@ -17,6 +17,7 @@ from ..config.setting import keys_of
 from ..data.caption_files import (
     CaptionChanged,
     Captioned,
+    is_plain,
     json_captions,
     look_at,
     media_file,
@@ -101,7 +102,7 @@ def _folder(names: Callable[[], list[str]], find: Find, values: Mapping[str, Any
 def _file(find: Callable[[str], Path], values: Mapping[str, Any]) -> Path:
     """The image or clip that is named. find: its folder. Raises: NotThere, also for a path, and for a hidden file."""
     name = text_of(values, "file")
-    path = media_file(find(name), name)
+    path = media_file(find(name), name) if is_plain(name) else None
     if path is None:
         raise NotThere("there is no image of this name")
     return path

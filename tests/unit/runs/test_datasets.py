@@ -22,7 +22,7 @@ from devicebridge.runs import api as api_module
 from devicebridge.runs import datasets
 from devicebridge.runs.api import Answer, Api, Host
 from devicebridge.runs.queue import JobQueue
-from devicebridge.runs.store import RunStore
+from devicebridge.runs.store import NotThere, RunStore
 from devicebridge.system import locks
 from devicebridge.tests.clips import save_image
 from PIL import Image
@@ -240,6 +240,15 @@ def test_a_small_picture_is_given_of_what_is_there_only(api: Api) -> None:
     assert (answer.status, answer.kind, answer.body[:2]) == (200, "image/jpeg", b"\xff\xd8")
     for query in ("folder=dogs&file=..%2F..%2Fx.png", "folder=dogs&file=a.txt", "folder=dogs", "folder=x&file=a.png"):
         assert 400 <= _get(api, "picture", query).status < 500
+
+
+@pytest.mark.parametrize("route", [("GET", "picture"), ("POST", "caption")])
+@pytest.mark.parametrize("name", [".", "..", "dogs/", "../a.png", ".a.png"])
+def test_for_a_path_or_a_hidden_file_no_folder_is_looked_at(route: tuple[str, str], name: str) -> None:
+    """Beside "dogs", ".." is a folder of others, whose links a refusal would name."""
+    routes = datasets.dataset_routes(lambda: ["dogs"], lambda folder, file: pytest.fail(f"{file} of {folder} is found"))
+    with pytest.raises(NotThere):
+        routes[route]({"folder": "dogs", "file": name})
 
 
 def test_for_a_small_picture_nothing_but_its_file_is_looked_at(api, folder, monkeypatch, caplog):
