@@ -133,12 +133,13 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
             known = ", ".join(dict.fromkeys(str(kind) for (_, kind, _), _ in there))
             raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {known}")
         for node in nodes:
-            if "class_type" in node and input_name in node["inputs"]:
-                node["inputs"][input_name] = value
+            inputs = node.get("inputs") or []  # in the API form a table
+            if "class_type" in node and input_name in inputs:
+                inputs[input_name] = value
                 continue
             # In the saved form: a list in the order of the widgets, and beside it, since 2026, a table by name.
             named, listed = node.get("widgets_values_named", {}), node.get("widgets_values", [])
-            widgets = list(named) or [entry["name"] for entry in node.get("inputs", []) if "widget" in entry]
+            widgets = list(named) or [each["name"] for each in inputs if not isinstance(each, str) and "widget" in each]
             if input_name not in widgets or len(widgets) != len(listed):
                 raise ValueError(f"{name}: the node has no such input that can be set")
             listed[widgets.index(input_name)] = value
@@ -157,7 +158,7 @@ def run_client(
     command += ["--workflow", workflow, "--host", HOST, "--port", str(port), "--timeout", str(_SILENCE_TIMEOUT_S)]
     titles, lines, message = dict[str, str](), NowAndThen(_PROGRESS_INTERVAL_S), ""
     outputs: list[Path] = []
-    limit_s, began_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s, time.monotonic()
+    limit_s, is_late = threading.TIMEOUT_MAX if timeout_s is None else timeout_s, threading.Event()
 
     def read(line: str) -> None:
         nonlocal message
@@ -179,7 +180,12 @@ def run_client(
             message = _describe_error(event["error"])
 
     with processes.start(command, environment=QUIET) as process:
-        timer = threading.Timer(limit_s, process.terminate)
+
+        def give_up() -> None:
+            is_late.set()
+            process.terminate()
+
+        timer = threading.Timer(limit_s, give_up)
         timer.daemon = True
         timer.start()
         try:
@@ -188,7 +194,7 @@ def run_client(
             return RunResult(STOPPED, outputs, "cancelled")
         finally:
             timer.cancel()
-    if time.monotonic() - began_s >= limit_s:
+    if is_late.is_set():
         return RunResult(TIMED_OUT, outputs, f"cancelled: not done after {limit_s:.0f} s")
     return RunResult(exit_code, outputs, message)
 

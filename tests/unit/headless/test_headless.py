@@ -233,7 +233,8 @@ def test_lines_of_the_split_are_told_from_others(tmp_path: Path, line: str, told
     assert said == list(filter(None, [told]))
 
 
-def test_a_timeout_cancels_the_prompt_before_the_server_stops(comfyui, run):
+def test_a_timeout_cancels_the_prompt_before_the_server_stops(comfyui, run, monkeypatch):
+    monkeypatch.setattr(headless.time, "monotonic", lambda: 0.0)  # on Windows it ticks every 16 ms: less seems to pass
     result = run(HANGS, timeout_s=1.0)
     assert (result.exit_code, result.message) == (124, "cancelled: not done after 1 s")
     assert (comfyui / "interrupted").read_text() == "/interrupt"
@@ -395,6 +396,12 @@ def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
 def test_a_value_for_nothing_is_refused(name: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         set_values(SAVED_FORM, {name: 1})
+
+
+@pytest.mark.parametrize("inputs", [{}, {"inputs": {}}, {"inputs": None}, {"inputs": {"widgets": 1}}])
+def test_a_value_for_a_node_of_the_api_form_without_that_input_is_refused(inputs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="3.steps: the node has no such input"):
+        set_values({"3": {"class_type": "Train", **inputs}}, {"3.steps": 1})
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"1": {"inputs": {}}}', '"text"'])
