@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -271,7 +270,7 @@ class ThreadPool:
         except IndexError:
             tasks = SimpleQueue()
             tasks.put(task)  # first: an interrupt may come in between
-            threading.Thread(target=_serve, args=(tasks, weakref.ref(self)), name=_IDLE, daemon=True).start()
+            threading.Thread(target=_serve, args=(tasks,), name=_IDLE, daemon=True).start()
             return
         tasks.put(task)
 
@@ -281,13 +280,13 @@ class Task:
 
     def __init__(self, name: str, call: Callable[[], None], pool: ThreadPool) -> None:
         self.is_started = False
-        self._name, self._call, self._pool = name, call, pool
+        self._name, self._call, self.pool = name, call, pool
         self._owner: dict[str, str] = {}  # who came first: a thread to do it, or who withdraws it
         self.done = threading.Event()
 
     def start(self) -> None:
         """Raises: RuntimeError if no thread can be had. Whether a thread has it after any error, withdraw tells."""
-        self._pool.give(self)
+        self.pool.give(self)
         self.is_started = True
 
     def withdraw(self) -> bool:
@@ -306,16 +305,13 @@ class Task:
         if self._owner.setdefault("it", "begun") == "begun":
             self._call()
         threading.current_thread().name = _IDLE
-        del self._call, self._pool
+        del self._call
 
 
-def _serve(tasks: Tasks, find_pool: weakref.ref[ThreadPool]) -> None:
+def _serve(tasks: Tasks) -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        if (pool := find_pool()) is None:
-            tasks.put(None)
-        else:
-            pool.idle.append(tasks)
-        del pool  # which may be collected here
+        task.pool.idle.append(tasks)  # no pool ends whose task has not
+        del task.pool  # which may end here, and this thread with it
         task.done.set()  # the thread holds nothing of it any more
         del task

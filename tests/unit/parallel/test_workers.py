@@ -12,7 +12,7 @@ import torch
 from devicebridge.parallel.local import workers as workers_module
 from devicebridge.parallel.local.interleave import Wholes
 from devicebridge.parallel.local.tokens import HERE
-from devicebridge.parallel.local.workers import Coordinator, Stopped, ThreadPool
+from devicebridge.parallel.local.workers import Coordinator, Stopped, Task, ThreadPool
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 CPU = torch.device("cpu")
@@ -110,6 +110,27 @@ def test_threads_end_with_their_crew_even_one_that_is_at_work():
     for thread in done:
         thread.join(timeout=10)
     assert len(set(done)) == 2 and not any(thread.is_alive() for thread in done)
+
+
+def test_a_thread_that_comes_back_while_its_pool_goes_ends_too(monkeypatch):
+    pool, has_run, goes, threads, run = ThreadPool(), threading.Event(), threading.Event(), [], Task.run
+
+    class Kept:
+        """Of another thread, which is told while the first one comes back."""
+
+        def put(self, nothing):
+            goes.set()
+            task.done.wait(0.2)
+
+    monkeypatch.setattr(Task, "run", lambda task: (run(task), has_run.set(), goes.wait(0.2)))
+    task = pool.task("some-work", lambda: threads.append(threading.current_thread()))
+    task.start()
+    pool.idle.append(Kept())
+    has_run.wait(10)
+    del pool
+    task.join()
+    threads[0].join(timeout=2)
+    assert not threads[0].is_alive()
 
 
 def test_after_an_interrupt_a_task_that_has_begun_is_waited_for(monkeypatch):
