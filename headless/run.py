@@ -133,7 +133,7 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
             known = ", ".join(dict.fromkeys(str(kind) for (_, kind, _), _ in there))
             raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {known}")
         for node in nodes:
-            inputs = node.get("inputs") or []  # in the API form a table
+            inputs: Any = node.get("inputs") or []  # in the API form a table
             if "class_type" in node and input_name in inputs:
                 inputs[input_name] = value
                 continue
