@@ -159,7 +159,7 @@ def sequence_files(folder: Path) -> list[Path]:
 
     files = [file for file in Looked().entries(folder) if file.suffix.lower() in image_suffixes()]
     if not files:
-        raise ValueError(f"{folder}: there is no image in it; looked for names ending in {', '.join(image_suffixes())}")
+        raise ValueError(f"{folder}: has no image in it ({', '.join(image_suffixes())}); take it out of the dataset")
     return sorted(files, key=natural)
 
 

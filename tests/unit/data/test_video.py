@@ -242,7 +242,7 @@ BROKEN = {
     "sound": ("a.mp4", _audio_only, "no video in it"),
     "codec": ("a.mp4", _foreign_codec, "no decoder for its codec"),
     "sizes": ("a", _sequence_of_two_sizes, "the frames of a clip have one size"),
-    "no images": ("a", lambda p: p.mkdir(), "there is no image in it"),
+    "no images": ("a", lambda p: p.mkdir(), "no image in it.*take it out"),
     "a broken image": ("a", lambda p: (save_sequence(p, plain_frames(3)) / "frame_1.png").write_bytes(b"-"), "read as"),
 }
 
