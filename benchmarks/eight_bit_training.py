@@ -119,6 +119,12 @@ def compare_sizes(contestants: dict[str, Contestant]) -> dict[str, Any]:
     return report
 
 
+def _put_plain_linears_back(lora: LoraHandle) -> None:
+    for name in lora.targets:
+        lora.model.set_submodule(name, lora.model.get_submodule(f"{name}.base_layer"))
+    del lora.model.peft_config
+
+
 def attach_all(contestants: dict[str, Contestant], job: Any, *, is_fused: bool) -> dict[str, Any]:
     """A fresh LoRA on every model; returns how each compares with the one on the first model, before any step."""
     found: dict[str, Any] = {}
@@ -127,7 +133,7 @@ def attach_all(contestants: dict[str, Contestant], job: Any, *, is_fused: bool) 
     for scheme, each in contestants.items():
         if each.lora is not None:
             each.trainer = None
-            each.lora.remove()
+            _put_plain_linears_back(each.lora)
         each.lora = attach_lora(each.built, job, is_fused=is_fused)
         parameters = list(each.lora.parameters().values())
         first = first or parameters

@@ -194,9 +194,8 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 def _write_down(log: Path) -> None:
     """From here on this process notes what it begins to encode and what it has stored."""
-    from devicebridge.encoding import sources
+    from devicebridge.encoding import sources, text_encoder
     from devicebridge.encoding.store import CacheStore
-    from devicebridge.encoding.text_encoder import TextEncoder
 
     file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
@@ -218,8 +217,8 @@ def _write_down(log: Path) -> None:
         note("stored", key)
 
     CacheStore.put = put_and_note  # type: ignore[method-assign]
-    TextEncoder._encode_together = begin(  # type: ignore[method-assign]
-        TextEncoder._encode_together, lambda encoder, texts: f"{encoder.spec.folder} {' '.join(texts)}"
+    text_encoder._encode = begin(
+        text_encoder._encode, lambda encoder, texts: f"{encoder.spec.folder} {' '.join(texts)}"
     )
     sources.read_frames = begin(sources.read_frames, lambda request: f"{request.path}")
 

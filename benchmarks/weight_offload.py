@@ -227,21 +227,25 @@ def describe_copies(offload: WeightOffload, copies: Sequence[float]) -> dict[str
     found |= {"copies": {}, "copied_gb": {}, "link_gb_per_s": {}, "copy_s": {}}
     for each, count in zip(offload._devices, copies, strict=True):
         sizes = [block.host.tensor.nbytes for block in each.blocks]
-        size, link, name = count * sum(sizes) / len(sizes) / 1e9, link_of(each), str(each.device)
+        size, link, name = count * sum(sizes) / len(sizes) / 1e9, link_of(each), str(_card_of(each))
         found["copies"][name], found["copied_gb"][name] = round(count, 1), round(size, 3)
         found["link_gb_per_s"][name], found["copy_s"][name] = round(link, 2), round(size / link, 4)
     return found
 
 
+def _card_of(device: Any) -> torch.device:
+    return device.slots.slots[0].buffer.device
+
+
 def link_of(device: Any) -> float:
     """GB/s of a copy into an ordinary buffer, with nothing beside it."""
     source = device.blocks[0].host.tensor
-    target = torch.empty_like(source, device=device.device)
+    target = torch.empty_like(source, device=_card_of(device))
     for _ in range(2):
-        synchronize([device.device])
+        synchronize([_card_of(device)])
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        synchronize([device.device])
+        synchronize([_card_of(device)])
         elapsed = time.perf_counter() - start
     return source.nbytes / 1e9 / elapsed
 
