@@ -269,9 +269,9 @@ class Forecaster:
 
 def optimizer_bytes(config: OptimizerConfig, lora_dtype: str, *, ema: bool = False) -> Optimizer:
     """What an optimizer holds per trained value; an unknown one is measured. ema: an average is kept, in float32."""
-    size = getattr(torch, lora_dtype).itemsize
+    size, moments = getattr(torch, lora_dtype).itemsize, 2 + bool(config.options.get("amsgrad"))
     if config.name == "adamw":
-        found = Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
+        found = Optimizer(moments * size, size)  # torch takes the root of all second moments of a card at once
     elif config.name == "adamw8bit":
         found = Optimizer(state=2 * (1 + 4 / 256), step=0.0)  # two moments, a float32 per 256 values; one by one
     else:
