@@ -100,8 +100,7 @@ def keep_quantized(
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder, _ABANDONED_S)
         shutil.rmtree(file.with_suffix(""), ignore_errors=True)  # of earlier versions, which needs its room
-        missing = num_bytes - shutil.disk_usage(folder).free
-        if missing > 0:  # a disk too small is not filled first
+        if (missing := num_bytes - shutil.disk_usage(folder).free) > 0:  # a disk too small is not filled first
             raise OSError(f"{folder} has {missing} bytes ({missing / 1e9:.2f} GB) too little room")
         write_atomically(file, tensors_in_pieces(tensors, {"key": key}))
     except OSError as error:

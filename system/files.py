@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 import sys
 import time
@@ -90,7 +91,7 @@ def remove_leftovers(folder: Path, min_age_s: float = -math.inf) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError):
             if _TEMPORARY.fullmatch(path.name) and time.time() - path.stat().st_mtime > min_age_s:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()  # a folder: of earlier versions
 
 
 def what_helps(error: OSError) -> str:

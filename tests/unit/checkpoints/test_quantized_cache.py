@@ -158,9 +158,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut short": _edit(lambda data: data[:-5]),
     "longer": _edit(lambda data: data + b"x"),
     "header changed": _edit(lambda data: data.replace(b'"I8"', b'"U8"', 1)),
-    "shape changed": _edit(
-        lambda data: re.sub(rb'("shape":)\[(\d+),(?!\2\])(\d\d+)\]', rb"\1[\3,\2]", data, count=1)
-    ),
+    "shape changed": _edit(lambda data: re.sub(rb'("shape":)\[(\d+),(?!\2\])(\d\d+)\]', rb"\1[\3,\2]", data, count=1)),
     "header length": _edit(lambda data: b"\xff" * 8 + data[8:]),
     "scales spoiled": _spoil_scales,
     "empty": _edit(lambda data: b""),
@@ -210,10 +208,11 @@ def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         patched.setattr(weight_file, "alive", interrupt)
         _load(folder, info)
     assert len(seen) == 1 and seen[0].name.startswith(".") and _entries(folder) == []
-    other = folder / ".notes.tmp"
-    for age, left in ((0, {seen[0], other}), (7200, {other})):
-        for path in (seen[0], other):
-            path.write_bytes(b"half")
+    other, earlier = folder / ".notes.tmp", folder / seen[0].name.replace(".safetensors", "")  # of an earlier version
+    for age, left in ((0, {seen[0], other, earlier}), (7200, {other})):
+        earlier.mkdir(exist_ok=True)
+        for path in (seen[0], other, earlier / "weights-00001.safetensors", earlier):
+            assert path.is_dir() or path.write_bytes(b"half") == 4
             os.utime(path, (time.time() - age,) * 2)
         _load(folder, info)
         (entry,) = {*_entries(folder)} - left
