@@ -19,14 +19,16 @@ from devicebridge.cli.main import main  # noqa: E402
 from devicebridge.encoding.sources import FolderTexts  # noqa: E402
 from devicebridge.sampling.sampler import Sampler  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
+from devicebridge.training.objective import Objective  # noqa: E402
 
 WHAT, RANK, STEP = os.environ["FAULT"].split()
 IS_FAULTY = os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-FORWARD, ENCODE = Trainer._loss, FolderTexts.encode_batch
+RUN, LOSS, ENCODE = Trainer.run, Objective.loss, FolderTexts.encode_batch
+TRAINERS = []
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 # What is called while a rank does that, and which step it is.
 PLACES = {
-    "evaluates": (Trainer, "_loss", lambda trainer, *_: -1 if torch.is_grad_enabled() else trainer.step),
+    "evaluates": (Objective, "loss", lambda *_: -1 if torch.is_grad_enabled() else TRAINERS[0].step),
     "saves": (Trainer, "save", lambda trainer: trainer.step),
     "ends": (Trainer, "_refuse_spoilt_weights", lambda trainer: trainer.step),
     "draws": (Sampler, "_drawn", lambda sampler, step, should_stop: step),
@@ -38,15 +40,20 @@ def sleep_for_ever():
         time.sleep(1000)
 
 
-def fail_in_a_forward(trainer, *arguments):
-    if IS_FAULTY and trainer.step == int(STEP) and torch.is_grad_enabled():
+def run(trainer, *arguments):
+    TRAINERS.append(trainer)
+    return RUN(trainer, *arguments)
+
+
+def fail_in_a_forward(*arguments):
+    if IS_FAULTY and TRAINERS[0].step == int(STEP) and torch.is_grad_enabled():
         if WHAT == "sleep":
             sleep_for_ever()
         if WHAT in SIGNALS:
             os.kill(os.getpid(), SIGNALS[WHAT])
-            return FORWARD(trainer, *arguments)
+            return LOSS(*arguments)
         raise torch.OutOfMemoryError("no memory is left, says the test")
-    return FORWARD(trainer, *arguments)
+    return LOSS(*arguments)
 
 
 def sleep_in(cls, name, step_of):
@@ -69,8 +76,9 @@ def encode_slowly(source, texts):
     return ENCODE(source, texts)
 
 
+Trainer.run = run
 if WHAT in ("sleep", "oom", *SIGNALS):
-    Trainer._loss = fail_in_a_forward
+    Objective.loss = fail_in_a_forward
 if WHAT in PLACES:
     sleep_in(*PLACES[WHAT])
 COMPILE = torch.compile
