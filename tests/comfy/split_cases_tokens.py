@@ -505,9 +505,15 @@ def tokens_scaled_fp8_files(case: Case) -> None:
         near(case, f"{kind}: with a LoRA", host.sample(host.lora(shared, name), name), with_lora, most)
         near(case, f"{kind}: without it", host.sample(shared, name), plain, most)
         host.unload_all()
+    path, name = FILES["fp8"](host, "wan"), "wan"
+    plain = host.sample(_load(path, name), name)
     with _products_in_fp8():
         one, shared = _load(path, name), tokens(_load(path, name))
-    near(case, "products in 8 bits", host.sample(shared, name), host.sample(one, name), NEAR)
+    # Sums in another order round few activations to other numbers, and these all that come of them, as the CPU has it.
+    found, expected = host.sample(shared, name), host.sample(one, name)
+    near(case, "products in 8 bits", found, expected, 2 * IN_8_BITS)
+    apart = [float((found - each).norm()) for each in (expected, plain)]
+    case.check("products in 8 bits on all cards", apart[0] < 0.75 * apart[1], apart)
 
 
 @case
