@@ -509,7 +509,7 @@ def tokens_scaled_fp8_files(case: Case) -> None:
     plain = host.sample(_load(path, name), name)
     with _products_in_fp8():
         one, shared = _load(path, name), tokens(_load(path, name))
-    # Sums in another order round few activations to other numbers, and these all that come of them, as the CPU has it.
+    # Sums in another order round a few activations to other numbers, and others follow. The CPU decides how many.
     found, expected = host.sample(shared, name), host.sample(one, name)
     near(case, "products in 8 bits", found, expected, 2 * IN_8_BITS)
     apart = [float((found - each).norm()) for each in (expected, plain)]
