@@ -140,8 +140,20 @@ def reasons_against_overlap(
 
 def foreign_attention(function: Any) -> str:
     """Whose code this is; "" for None and for ComfyUI's own, which computes each head and each query by itself."""
+    if function is None:
+        return ""
+    # Each call of attention asks for it. What holds anything else may change, so it is looked at anew.
+    name = function.__name__ if isinstance(function, types.FunctionType) else ""
+    is_of_module = name and getattr(sys.modules.get(code_of(function)), name, None) is function
+    return (_known_attention if is_of_module else _foreign_attention)(function)
+
+
+def _foreign_attention(function: Any) -> str:
     parts = [code_of(part) for part in reachable(function) if callable(part) and not isinstance(part, type)]
     return min((code for code in parts if not code.startswith("comfy.")), key=__name__.__eq__, default="")  # ours last
+
+
+_known_attention = functools.lru_cache(maxsize=32)(_foreign_attention)
 
 
 @functools.lru_cache(maxsize=128)
