@@ -282,7 +282,7 @@ def build_trainer(
         shares = shards_weights(plan.execution.strategy)
         runner = AcrossRanks(runner, list(lora.parameters().values()), ranks, job.train.seed, in_lockstep=shares)
     pins = plan.placement.main_device.type == "cuda"
-    return Trainer(
+    trainer = Trainer(
         job=job,
         objective=Objective(job.objective, plan.family, plan.variant, plan.schedule, plan.execution.dtype, pins),
         runner=runner,
@@ -301,9 +301,10 @@ def build_trainer(
         save_lora=partial(save_lora, plan, lora),
         compiled=compiled,
         is_asked=lambda what: ranks.from_first(lambda: Requests(Path(job.output.folder)).take(what)),
-        samples=make_sampler(plan, assembled, runner, data[0], events, ranks),
         ranks=ranks,
     )
+    trainer.samples = make_sampler(plan, trainer)
+    return trainer
 
 
 def _assemble(plan: JobPlan, ranks: Ranks, cleanup: ExitStack) -> Assembled:
@@ -336,10 +337,8 @@ def _assemble(plan: JobPlan, ranks: Ranks, cleanup: ExitStack) -> Assembled:
     return assembled
 
 
-def make_sampler(
-    plan: JobPlan, assembled: Assembled, runner: Runner, data: CachedSamples, events: EventLog, ranks: Ranks
-) -> Sampler | None:
-    """What draws a job's pictures by the runner's model; None if it has none. data has the states of all prompts."""
+def make_sampler(plan: JobPlan, trainer: Trainer) -> Sampler | None:
+    """What draws a job's pictures by the model that trains; None if it has none."""
     job, family, variant = plan.job, plan.family, plan.variant
     if not job.samples.prompts:
         return None
@@ -349,24 +348,9 @@ def make_sampler(
     if plan.training is not None and wanted != CPU:
         reserved = {find_device(each.device): each.reserved for each in plan.training.devices}
         limits = {device: reserved[device] for device in sorted(reserved, key=lambda device: device != wanted)}
-    return Sampler(
-        settings=job.samples,
-        drawing=make_drawing(job, family, variant),
-        family=family,
-        variant=variant,
-        dtype=plan.execution.dtype,
-        folder=Path(job.output.folder),
-        last=job.train.steps,
-        shape=() if size is None else latent_shape_of(plan.info, variant, size[:2], size[2]),
-        data=data,
-        replica=lambda: runner.replica_for(0),
-        compiled=assembled.all_compiled,
-        devices=plan.placement.used_devices,
-        decoder=Decoder(family, variant, plan.samples_vae, getattr(torch, job.cache.dtype), limits),
-        events=events,
-        ranks=ranks,
-        in_lockstep=runner.in_lockstep,
-    )
+    shape = () if size is None else latent_shape_of(plan.info, variant, size[:2], size[2])
+    decoder = Decoder(family, variant, plan.samples_vae, getattr(torch, job.cache.dtype), limits)
+    return Sampler(trainer, make_drawing(job, family, variant), shape, decoder)
 
 
 def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = None) -> Runner:

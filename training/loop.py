@@ -66,7 +66,7 @@ class Trainer:
     save_lora: Callable[[Path], Path]  # into a folder; returns the file
     compiled: tuple[CompiledBlocks, ...] = ()  # torch compiles at the first batch of each shape
     is_asked: Callable[[Request], bool] = lambda what: False  # whether somebody outside has, since the last answer
-    samples: Any = None  # pictures to draw, of sampling/sampler.py
+    samples: Any = None  # what draws pictures, of sampling/sampler.py
     ranks: Ranks = ALONE  # the first one writes
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -315,9 +315,9 @@ class Trainer:
         self.events.emit("eval", self.step, self.job.train.steps, loss=self.evaluations[self.step])
 
     def _draw_if_due(self, should_stop: Callable[[], bool], *, is_start: bool = False) -> None:
-        if self.samples is not None and not should_stop() and self.samples.is_due(self.step, is_start=is_start):
+        if self.samples is not None and not should_stop() and self.samples.is_due(is_start=is_start):
             with self._averaged(self.job.samples.use_ema):
-                self.samples.draw(self.step, should_stop)
+                self.samples.draw(should_stop)
 
     @contextmanager
     def _averaged(self, is_wanted: bool) -> Iterator[None]:

@@ -220,16 +220,16 @@ class Objective:
         noise = torch.randn(batch.latents.shape, generator=generator)
         times = self.schedule.sigmas(quantiles, batch.num_tokens)
         made = noise_latents(self.family, batch.latents, noise, times, batch.conditions)
-
-        def typed(states: torch.Tensor) -> torch.Tensor:
-            """In the type that the model computes in; ComfyUI's own models round by themselves. Masks stay masks."""
-            is_ours = states.is_floating_point() and self.family.host is None
-            return self._pinned(states.to(self.dtype) if is_ours else states)
-
-        text = {name: typed(states) for name, states in {**batch.text, **batch.conditions}.items()}
+        given = {**batch.text, **batch.conditions}
+        text = {name: self._pinned(self.in_type(states)) for name, states in given.items()}
         mask, outside = (None if each is None else self._pinned(each) for each in (batch.mask, batch.outside))
-        target, sigmas = self._pinned(made.target), self._pinned(made.sigmas)
-        return NoisyBatch(text, mask, typed(made.noisy), target, sigmas, batch.weights, outside)
+        noisy, target, sigmas = map(self._pinned, (self.in_type(made.noisy), made.target, made.sigmas))
+        return NoisyBatch(text, mask, noisy, target, sigmas, batch.weights, outside)
+
+    def in_type(self, states: torch.Tensor) -> torch.Tensor:
+        """In the type that the model computes in; ComfyUI's own models round by themselves. Masks stay masks."""
+        is_ours = states.is_floating_point() and self.family.host is None
+        return states.to(self.dtype) if is_ours else states
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self.pins and tensor.numel() else tensor
@@ -259,14 +259,26 @@ class Objective:
         return loss + self.settings.masked_prior * prediction_loss(prediction, prior, held, batch.weights)
 
     def _predicted(self, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
-        guidance = self.settings.guidance
+        guidance = self.variant.training_guidance if self.settings.guidance is None else self.settings.guidance
+        return self.predict(batch.noisy, batch.sigmas, batch.text, model, device, guidance)
+
+    def predict(
+        self,
+        noisy: torch.Tensor,
+        sigmas: torch.Tensor,
+        text: Mapping[str, torch.Tensor],
+        model: nn.Module,
+        device: torch.device,
+        guidance: float | None,
+    ) -> torch.Tensor:
+        """As the function, of inputs on the host, of a model that takes them on this device."""
         return predict(
             self.family,
             model,
-            batch.noisy.to(device, non_blocking=True),
-            batch.sigmas.to(device, non_blocking=True),
-            {name: t if is_tokens(name) else t.to(device, non_blocking=True) for name, t in batch.text.items()},
-            self.variant.training_guidance if guidance is None else guidance,
+            noisy.to(device, non_blocking=True),  # which no name here keeps in memory
+            sigmas.to(device, non_blocking=True),
+            {name: t if is_tokens(name) else t.to(device, non_blocking=True) for name, t in text.items()},
+            guidance,
         )
 
 

@@ -31,7 +31,7 @@ PLACES = {
     "evaluates": (Objective, "loss", lambda *_: -1 if torch.is_grad_enabled() else TRAINERS[0].step),
     "saves": (Trainer, "save", lambda trainer: trainer.step),
     "ends": (Trainer, "_refuse_spoilt_weights", lambda trainer: trainer.step),
-    "draws": (Sampler, "_drawn", lambda sampler, step, should_stop: step),
+    "draws": (Sampler, "_drawn", lambda sampler, should_stop: sampler.trainer.step),
 }
 
 

@@ -177,16 +177,16 @@ def test_pictures_are_drawn_with_the_average_if_asked(tmp_path, use_ema, monkeyp
     drawn: list[dict[str, torch.Tensor]] = []
 
     class Pictures:
-        def __init__(self, adapter: Any) -> None:
-            self._adapter = adapter
+        def __init__(self, trainer: Any) -> None:
+            self._trainer = trainer
 
-        def is_due(self, step: int, *, is_start: bool = False) -> bool:
-            return step == 2 and not is_start
+        def is_due(self, *, is_start: bool = False) -> bool:
+            return self._trainer.step == 2 and not is_start
 
-        def draw(self, step: int, should_stop: Any) -> None:
-            drawn.append({name: each.detach().clone() for name, each in self._adapter.parameters().items()})
+        def draw(self, should_stop: Any) -> None:
+            drawn.append({name: each.detach().clone() for name, each in self._trainer.lora.parameters().items()})
 
-    monkeypatch.setattr(job_module, "make_sampler", lambda plan, assembled, *others: Pictures(assembled.adapter))
+    monkeypatch.setattr(job_module, "make_sampler", lambda plan, trainer: Pictures(trainer))
     sections = {"train": {"ema_decay": 0.9, "steps": 2}, "samples": {"use_ema": use_ema}}
     run_on_cards(_job(tmp_path, "run", "wan", split={"devices": ["cpu"]}, **sections))
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")

@@ -266,7 +266,7 @@ def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(strategy, tmp_p
         calls.append(1)
         if len(calls) != 2 * STEPS + 2:
             return plain_predict(self, *arguments)
-        block = self.replica()[0].get_submodule("single_transformer_blocks.0")
+        block = self.trainer.runner.replica_for(0)[0].get_submodule("single_transformer_blocks.0")
         handle = block.register_forward_hook(_break)
         try:
             return plain_predict(self, *arguments)
