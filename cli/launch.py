@@ -16,10 +16,10 @@ from ..config.job import Resume, resume_flags
 from ..parallel.ranks.group import RankFailed, RankLost
 from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
+from ..runs.queue import own_command
 from ..system.processes import python_command, start
 from ..system.stopping import STOPPED, Launch, Stopped, find_launch, stop_on_signal
 from ..system.telling import say
-from .native import rank_script
 
 _POLL_S = 0.2
 _SAVING_S = 15  # for the other processes to save when one has failed; torchrun then kills them
@@ -34,7 +34,8 @@ def launch(options: argparse.Namespace, count: int) -> int:
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SAVING_S), **made.environment}
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
-        command = torchrun_command(count, rank_script(), options.job, resume=options.resume, is_verbose=options.verbose)
+        script = own_command(needs_comfyui=True)[1:]
+        command = torchrun_command(count, script, options.job, resume=options.resume, is_verbose=options.verbose)
         sys.stdout.flush()
         with start(command, environment=environment, output=sys.stdout, stop_timeout_s=2 * _SAVING_S) as running:
             while running.exit_code is None:

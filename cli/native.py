@@ -14,7 +14,7 @@ from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import EventLog, Listener
-from ..headless.run import ROOT, find_comfyui
+from ..headless.run import find_comfyui
 from ..jobs.checked_job import JobPlan
 from ..jobs.encode_job import NO_ENCODERS, ComfyEncoders, cache_job
 from ..jobs.job import check_job
@@ -115,12 +115,3 @@ def encoded(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> JobConfi
     if ranks.any(ranks.place.local_rank == 0 and sources != [getattr(own.cache, name) for name in names]):
         raise ValueError("the machines of this job have other text encoders, VAEs or vision models; give all the same")
     return replace(job, cache=replace(job.cache, **dict(zip(names, sources, strict=True))))
-
-
-def rank_script() -> list[str]:
-    """What torchrun starts for each rank: our command line, with ComfyUI in it where this process has one."""
-    if not is_native_process():
-        return [str(ROOT / "__main__.py")]
-    from ..nodes.host.page import own_command
-
-    return own_command()[1:]

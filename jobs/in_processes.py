@@ -20,7 +20,7 @@ from ..encoding.encode import never
 from ..events import Event, EventLog, EventTail, Listener
 from ..families.registry import FAMILIES
 from ..families.spec import Variant
-from ..runs.queue import train_command
+from ..runs.queue import own_command, train_command
 from ..runs.record import run_lock
 from ..system.processes import start
 from ..system.stopping import STOPPED, Requests
@@ -131,21 +131,19 @@ def run_in_processes(
     resume: Resume,
     on_event: Listener,
     should_stop: Callable[[], bool] = never,
-    native: Sequence[str] = (),
 ) -> TrainingResult:
-    """As run_job, by job.parallel.processes processes, which `devicebridge train` starts (cli/launch.py). native: see
-    JobQueue. Raises: RuntimeError with what the processes said, if they failed."""
+    """As run_job, by job.parallel.processes processes, which `devicebridge train` starts (cli/launch.py).
+    Raises: RuntimeError with what the processes said, if they failed."""
     with tempfile.TemporaryDirectory(prefix="devicebridge-") as private:
         file = Path(private) / "job.toml"
         save_for_process(job, file)
-        process = JobProcess(job, train_command(job, file, native, resume=resume), file, on_event)
+        process = JobProcess(job, train_command(job, file, resume=resume), file, on_event)
         run_all([process], should_stop)
     if process.error:
         raise RuntimeError(process.error)
     return process.result()
 
 
-_MAIN = Path(__file__).resolve().parent.parent / "__main__.py"
 _PER_DEVICE = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
 
 
@@ -226,10 +224,11 @@ def run_pair(
             return JobProcess(experts[expert], command, files[expert], pass_on, name)
 
         def training(name: str) -> JobProcess:
-            command = train_command(experts[name], files[name], (), resume=resume)
+            command = train_command(experts[name], files[name], resume=resume)
             return process(name, name, *command, "--host-share", str(at_once))
 
-        caches = process("caches", next(iter(experts)), sys.executable, _MAIN, "cache", *files.values())
+        command = [*own_command(needs_comfyui=False), "cache", *files.values()]
+        caches = process("caches", next(iter(experts)), *command)
         trainings, done = list(map(training, experts)), list[JobProcess]()
         for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:
             if not all(each.is_finished for each in done):

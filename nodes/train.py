@@ -16,7 +16,7 @@ from ..runs.store import NO_RUNS, plain_name
 from . import host
 from .captions import DEFAULT_FOLDER, encode_texts
 from .host import folders, io
-from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
+from .host.page import background_queue, cards_of, refuse_cards_of_others, seen_queue
 from .saying import said_on_node, training_schema
 from .sockets import LATER, Socket, read_lines, read_number_or_name, read_sections
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -173,7 +173,7 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
     how: dict[str, Any] = {"resume": run.resume, "on_event": view, "should_stop": host.is_cancelled}
     with host.host_memory_freed():
         if run.job.parallel.processes > 1:
-            return run_in_processes(run.job, **how, native=own_command())
+            return run_in_processes(run.job, **how)
         return run_job(run.job, info=info, **how)
 
 

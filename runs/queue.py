@@ -71,14 +71,12 @@ _JOBS_OF_FILE = pydantic.TypeAdapter(QueuedJob)
 class JobQueue:
     """The queue of a store's runs.
     place: folder in which it is remembered, where no request can write; it need not exist.
-    check: raises ValueError for a job that must not be started. others: what else of this program uses cards.
-    native: beginning of the command for a job that needs ComfyUI; () lets the command find one."""
+    check: raises ValueError for a job that must not be started. others: what else of this program uses cards."""
 
     store: RunStore
     place: Path
     check: Callable[[JobConfig], None] = _may_start_nothing
     others: Callable[[], Held] = dict
-    native: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.kept = KeptJobs(self.place / _JOBS)
@@ -236,7 +234,7 @@ class JobQueue:
             Requests(self.folder(run)).clear()
             file = self.kept.keep(config)
             self._change(job, state="starting")  # first, or a kill in between would start it twice
-            command, log = train_command(config, file, self.native, resume=job.is_resumed), file.with_suffix(".log")
+            command, log = train_command(config, file, resume=job.is_resumed), file.with_suffix(".log")
             with log.open("a", encoding="ascii") as output:
                 output.write(_BEGINS.format(job.id))
             process = start_detached(command, log, {QUEUED: job.id})
@@ -300,12 +298,6 @@ def _real(path: Path) -> str:
     return os.path.normcase(os.path.realpath(path))
 
 
-def train_command(job: JobConfig, file: Path, native: Sequence[str], *, resume: Resume) -> list[str]:
-    """`devicebridge train` with this Python; where the job needs ComfyUI, with what native begins."""
-    own = native if native and job.needs_comfyui else (sys.executable, str(_MAIN))
-    return [*own, "train", str(file), *resume_flags(resume)]
-
-
 def explain(devices: Sequence[str], held: Held) -> str:
     """Why a job that names these cards cannot start now, and what to do; "" if it can."""
     taken = {card: held[card] for card in devices if card in held}
@@ -313,7 +305,25 @@ def explain(devices: Sequence[str], held: Held) -> str:
     return f"{'; '.join(why)}. Wait until it is free, free it, or choose other cards" if why else ""
 
 
+# ---- how a command of ours begins
+
+
 _START = Path(__file__).resolve().parent.parent / "nodes" / "host" / "native" / "start.py"
+
+
+def train_command(job: JobConfig, file: Path, *, resume: Resume) -> list[str]:
+    """`devicebridge train` of a job that this file holds."""
+    return [*own_command(needs_comfyui=job.needs_comfyui), "train", str(file), *resume_flags(resume)]
+
+
+def own_command(*, needs_comfyui: bool) -> list[str]:
+    """The beginning of a command with this Python; with this process's ComfyUI in it, and the same folders, where that
+    is needed and there is one. A command finds one itself otherwise."""
+    if not (needs_comfyui and is_native_process()):
+        return [sys.executable, str(_MAIN)]
+    folder_paths: Any = sys.modules["folder_paths"]
+    code = Path(folder_paths.__file__).resolve().parent
+    return native_command(sys.executable, code, folder_paths.base_path)
 
 
 def native_command(python: str | Path, folder: str | Path, base: str | Path) -> list[str]:

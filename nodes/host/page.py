@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import socket
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -22,7 +20,7 @@ from ...parallel.devices import describe_cards
 from ...runs.api import PREFIX, Answer, Api, Host, News
 from ...runs.datasets import FREE_ROUTES
 from ...runs.guard import MOST_BODY, Refused, check_origin
-from ...runs.queue import Held, JobQueue, explain, native_command
+from ...runs.queue import Held, JobQueue, explain
 from ...runs.store import RunStore
 from .folders import allowed_hosts, memory_folder, own_dataset, own_datasets, refuse_job, refuse_uploads_to, runs_folder
 
@@ -67,13 +65,13 @@ def add_page() -> None:
 
 
 def background_queue() -> JobQueue:
-    """The queue of trainings in processes of their own; those that need a ComfyUI get this one's code."""
+    """The queue of trainings in processes of their own."""
 
     def check(job: JobConfig) -> None:
         refuse_uploads_to(memory_folder())
         refuse_job(job)
 
-    return JobQueue(RunStore(runs_folder()), memory_folder(), check, _held_by_models, own_command())
+    return JobQueue(RunStore(runs_folder()), memory_folder(), check, _held_by_models)
 
 
 def seen_queue() -> JobQueue:
@@ -87,12 +85,6 @@ def cards_of(job: JobConfig) -> tuple[str, ...]:
     from ...jobs.resolve import find_machine
 
     return used_devices(job, find_machine(job.split.devices).devices)
-
-
-def own_command() -> list[str]:
-    """The beginning of a command whose process has this ComfyUI in it, with the same folders."""
-    code = Path(inspect.getfile(folder_paths)).resolve().parent
-    return native_command(sys.executable, code, folder_paths.base_path)
 
 
 def refuse_cards_of_others(job: JobConfig) -> None:

@@ -121,8 +121,11 @@ def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(tmp_pat
         return ProcessMark(1, 0.0, "nowhere")
 
     monkeypatch.setattr("devicebridge.runs.queue.start_detached", start)
-    native = native_command("/comfy/python", "/comfy/code", "/comfy/base")
-    queue = JobQueue(RunStore(tmp_path), tmp_path / "user", lambda job: None, native=native)
+    comfyui = SimpleNamespace(__file__="/comfy/code/folder_paths.py", base_path="/comfy/base")
+    monkeypatch.setitem(sys.modules, "folder_paths", comfyui)
+    monkeypatch.setitem(sys.modules, "comfy.cli_args", comfyui)
+    native = native_command(sys.executable, "/comfy/code", "/comfy/base")
+    queue = JobQueue(RunStore(tmp_path), tmp_path / "user", lambda job: None)
     for name, family in (("ours", ""), ("theirs", "comfyui")):
         model, output = {"path": "/m", "family": family}, {"folder": str(tmp_path / name)}
         job = make_job(_values(tmp_path, model=model, output=output))

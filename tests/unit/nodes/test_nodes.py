@@ -786,7 +786,7 @@ def test_prompts_are_encoded_after_every_check_and_as_captions_are(
     for place, called in {
         "nodes.host.native.model.native_training": native_training, "nodes.host.read_native": note("read", "info"),
         "nodes.train.refuse_cards_of_others": note("cards"), "nodes.train._start_in_background": note("start"),
-        "nodes.train.own_command": list, "jobs.job.check_job": note("check"), "jobs.job.run_job": note("train", result),
+        "jobs.job.check_job": note("check"), "jobs.job.run_job": note("train", result),
         "jobs.in_processes.run_in_processes": note("start", result), "jobs.encode_job.fill_cache": note("encode"),
         "jobs.encode_job.missing_prompts": lambda job: list(job.samples.prompts),
     }.items():  # fmt: skip
