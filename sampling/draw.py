@@ -1,4 +1,4 @@
-"""From a prompt to latents, in Euler steps of the model that trains; to pixels, and to the bytes of a picture file.
+"""How pictures are drawn, in Euler steps of the model that trains; from latents to pixels, and to a picture file.
 
 What is drawn is kept on the CPU in float32, so a split changes nothing of it. The noise is what diffusers' pipelines
 and ComfyUI draw from the same seed. The VAE goes to a device of the run if decoding, whole or in tiles, stays below
@@ -23,24 +23,17 @@ from ..encoding.vae import load_vae
 from ..families.spec import EulerSteps, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
 from ..planning.dry_run import META, Kernels, MemoryMeter, as_on_card
-from ..system.stopping import Stopped
 
 _TILE = 512  # pixels; diffusers' tiles overlap by a quarter
 # What convolutions take besides tensors, and what the allocator loses: not measured, guesses on the safe side.
 _WORKSPACE_BYTES, _LOSSES = 256_000_000, 1.25
 _CLIP_QUALITY = 90
 
-Text = Mapping[str, torch.Tensor]
-# (latents [1, C, F, H, W], noise level [1], text and conditions of one sample), float32 on the CPU -> what the model
-# says, shaped as latents, likewise
-Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Drawing:
     """How every picture of a job is drawn."""
 
-    seed: int
     guidance: float | None  # for the model's input; None for a model without one
     cfg_scale: float  # of classifier-free guidance; 1 computes a step once
     begin: Callable[[int], EulerSteps]  # the steps of a picture, by its image tokens
@@ -59,7 +52,7 @@ def make_drawing(job: JobConfig, family: ModelFamily, variant: Variant) -> Drawi
     def begin(num_tokens: int) -> EulerSteps:
         return ScheduledSteps(steps, usual.shift(num_tokens, steps)) if host is None else host.euler_steps(steps)
 
-    return Drawing(settings.seed, guidance if has_input else None, 1.0 if has_input else guidance, begin)
+    return Drawing(guidance if has_input else None, 1.0 if has_input else guidance, begin)
 
 
 class ScheduledSteps(EulerSteps):
@@ -82,35 +75,6 @@ class ScheduledSteps(EulerSteps):
         time = self._scheduler.timesteps[index]
         stepped: torch.Tensor = self._scheduler.step(velocity, time, latents, return_dict=False)[0]
         return stepped
-
-
-def draw_latents(
-    predict: Predict,
-    drawing: Drawing,
-    shape: tuple[int, int, int, int],
-    num_tokens: int,
-    text: Text,
-    empty: Text,
-    should_stop: Callable[[], bool],
-    tell: Callable[[int, int], None],
-) -> torch.Tensor:
-    """Normalised latents of one picture, float32 on the CPU. [1, *shape]
-
-    num_tokens: of the picture. text, empty: what the model reads of the prompt, and for classifier-free guidance of
-    the empty one. tell: called with the steps done and their number. Raises: Stopped, between two steps.
-    """
-    steps = drawing.begin(num_tokens)
-    latents = steps.start(torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(drawing.seed)))
-    for index, level in enumerate(steps.levels):
-        if should_stop():
-            raise Stopped("stopped while a sample picture was drawn")
-        said = predict(latents, level.view(1), text)
-        plain = predict(latents, level.view(1), empty) if drawing.cfg_scale > 1 else None
-        latents = steps.step(index, latents, said, plain, drawing.cfg_scale)
-        tell(index + 1, len(steps.levels))
-    latents = steps.end(latents)
-    first = text.get("first_latents")
-    return latents if first is None else torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
 
 
 def picture_size(job: JobConfig, family: ModelFamily, variant: Variant, frames: int) -> tuple[int, int, int] | None:

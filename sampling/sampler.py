@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from ..patches.attention import sound_attention
 from ..system.files import write_atomically
 from ..system.stopping import Requests, Stopped, never
 from ..training.loop import Trainer
-from .draw import Decoder, Drawing, Text, as_file, draw_latents
+from .draw import Decoder, Drawing, as_file
 
 _log = logging.getLogger(__name__)
 
@@ -114,26 +114,40 @@ class Sampler:
     def _drawn(self, should_stop: Callable[[], bool]) -> dict[int, torch.Tensor]:
         """Latents of each prompt, by its index; those that are not finite left out."""
         drawn: dict[int, torch.Tensor] = {}
-        data, objective, prompts = self.trainer.train_data, self.trainer.objective, self.trainer.job.samples.prompts
-        latent = objective.family.latent_of(objective.variant)
-        for index, prompt in enumerate(prompts):
-            conditions: Mapping[str, torch.Tensor] = {}
-            shape: Any = self.shape
-            if objective.variant.condition != "none":  # those of a training sample, and its shape
-                batch = data.load([index % len(data.samples)], [True])
-                conditions, shape = batch.conditions, tuple(batch.latents.shape[1:])
-            tokens = int(torch.Size(shape[1:]).numel() * latent.num_tokens_per_cell)
-            text, empty = ({**data.text(each), **conditions} for each in (prompt, ""))
-            if objective.family.host is not None:
-                empty |= negative_prompt()
-            tell = partial(self.trainer.events.emit, "progress", what=f"picture {index + 1} of {len(prompts)}, step")
-            latents = draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop, tell)
+        for index, prompt in enumerate(self.trainer.job.samples.prompts):
+            latents, after = self._latents(index, should_stop), self.trainer.step
             if torch.isfinite(latents).all():
                 drawn[index] = latents
             else:
-                after = self.trainer.step
                 _log.warning("the sample picture of %r after step %d is not finite; none is written", prompt, after)
         return drawn
+
+    def _latents(self, index: int, should_stop: Callable[[], bool]) -> torch.Tensor:
+        """Normalised latents of a prompt's picture, float32 on the CPU. [1, C, F, H, W]
+        Raises: Stopped, between two steps."""
+        data, settings, emit = self.trainer.train_data, self.trainer.job.samples, self.trainer.events.emit
+        family, variant = self.trainer.objective.family, self.trainer.objective.variant
+        conditions: Mapping[str, torch.Tensor] = {}
+        shape = self.shape
+        if variant.condition != "none":  # those of a training sample, and its shape
+            batch = data.load([index % len(data.samples)], [True])
+            conditions, shape = batch.conditions, tuple(batch.latents.shape[1:])
+        text, empty = ({**data.text(each), **conditions} for each in (settings.prompts[index], ""))
+        if family.host is not None:
+            empty |= negative_prompt()
+        steps = self.drawing.begin(int(math.prod(shape[1:]) * family.latent_of(variant).num_tokens_per_cell))
+        noise = torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(settings.seed))
+        latents, scale = steps.start(noise), self.drawing.cfg_scale
+        what = f"picture {index + 1} of {len(settings.prompts)}, step"
+        for number, level in enumerate(steps.levels):
+            if should_stop():
+                raise Stopped("stopped while a sample picture was drawn")
+            said = self._predict(latents, level.view(1), text)
+            plain = self._predict(latents, level.view(1), empty) if scale > 1 else None
+            latents = steps.step(number, latents, said, plain, scale)
+            emit("progress", number + 1, len(steps.levels), what=what)
+        latents, first = steps.end(latents), text.get("first_latents")
+        return latents if first is None else torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
 
     def _pictures(
         self, drawn: Mapping[int, torch.Tensor], should_stop: Callable[[], bool]
@@ -154,8 +168,9 @@ class Sampler:
                 write_atomically(path, content)
                 yield index, path
 
-    def _predict(self, latents: torch.Tensor, sigma: torch.Tensor, text: Text) -> torch.Tensor:
-        """One forward of the model that trains. See Predict."""
+    def _predict(self, latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the model that trains says of latents, [1, C, F, H, W], at a noise level, [1], with the text and the
+        conditions of one sample; likewise shaped. All is float32 on the CPU."""
         objective = self.trainer.objective
         given = {name: t if is_tokens(name) else objective.in_type(t) for name, t in text.items()}
         said = objective.predict(

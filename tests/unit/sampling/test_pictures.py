@@ -23,7 +23,6 @@ from devicebridge.parallel.ranks.group import Ranks
 from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.sampling import draw as decode
-from devicebridge.sampling import sampler
 from devicebridge.sampling.sampler import Sampler
 from devicebridge.system.stopping import Requests
 from devicebridge.tests.clips import save_clip
@@ -290,15 +289,11 @@ def _break(*arguments: Any) -> None:
 
 
 def test_a_picture_that_is_not_finite_is_said_and_not_written(tmp_path, monkeypatch, caplog):
-    plain = sampler.draw_latents
+    plain = Sampler._latents
+    spoilt = {1: float("nan")}
     monkeypatch.setattr(
-        sampler,
-        "draw_latents",
-        lambda predict, drawing, shape, tokens, text, *rest: (
-            plain(predict, drawing, shape, tokens, text, *rest) * (float("nan") if next(numbers) % 2 else 1)
-        ),
+        Sampler, "_latents", lambda self, index, should_stop: plain(self, index, should_stop) * spoilt.get(index, 1)
     )
-    numbers = iter(range(100))
     job = _job(tmp_path, "run", samples={"every_steps": 0, "before_first": False})
     with caplog.at_level(logging.WARNING):
         assert _run(job).status == "finished"
@@ -323,7 +318,7 @@ def test_decoding_may_take_half_an_hour_and_drawing_may_not(tmp_path: Path, monk
     found: dict[str, float] = {}
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda limit_s, **options: now.append(limit_s))
     monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: now.append(0))
-    drawn = sampler.draw_latents
+    drawn = Sampler._latents
 
     def draw(*args: Any) -> torch.Tensor:
         found["drawing"] = now[-1]
@@ -334,7 +329,7 @@ def test_decoding_may_take_half_an_hour_and_drawing_may_not(tmp_path: Path, monk
             found["decoding"] = now[-1]
             yield torch.zeros(3, 1, 8, 8)
 
-    monkeypatch.setattr(sampler, "draw_latents", draw)
+    monkeypatch.setattr(Sampler, "_latents", draw)
     monkeypatch.setattr(decode.Decoder, "decode", decode_slowly)
     watch = Watch(60.0)
     _run(_job(tmp_path, "run", train={**TRAIN, "steps": 2}), ranks=Ranks(watch=watch))
