@@ -161,14 +161,19 @@ class JobQueue:
         except (OSError, ValueError) as error:
             shown = {"state": "failed", "why": str(error)}
             return [{"id": "", "run": _QUEUE, "devices": [], "is_resumed": False, **shown}]
-        held = self.held() if any(job.state == "waiting" for job in jobs) else {}
+        reasons = {job.id: why for job, why in self._waiting(jobs)}
         for job in jobs:
             values = {name: getattr(job, name) for name in ("id", "run", "state", "is_resumed")}
-            why = job.message if job.state != "waiting" else explain(job.devices, held)
-            found.append({**values, "devices": list(job.devices), "why": why})
-            if job.state == "waiting":
-                held = {**{card: f"the queued run {job.run} comes first on" for card in job.devices}, **held}
+            found.append({**values, "devices": list(job.devices), "why": reasons.get(job.id, job.message)})
         return found
+
+    def _waiting(self, jobs: Sequence[QueuedJob]) -> Iterator[tuple[QueuedJob, str]]:
+        """Those that wait, in order, and why; "" for one that need not. A job's cards are kept from those after it."""
+        waiting = [job for job in jobs if job.state == "waiting"]
+        held = self.held() if waiting else {}
+        for job in waiting:
+            yield job, explain(job.devices, held)
+            held = {**{card: f"the queued run {job.run} comes first on" for card in job.devices}, **held}
 
     def held(self) -> Held:
         """Which cards are in use now, and by whom."""
@@ -189,13 +194,10 @@ class JobQueue:
             return changed
         with contextlib.suppress(Busy), self._held(0.0):
             changed += [job.run for job in self.jobs() if job.state == "starting" and self._follow(job)]
-            waiting = [job for job in self.jobs() if job.state == "waiting"]
-            held = dict(self.held()) if waiting else {}
-            for job in waiting:
-                if not explain(job.devices, held):
+            for job, why in self._waiting(self.jobs()):
+                if not why:
                     self._start(job)
                     changed.append(job.run)
-                held |= {card: "" for card in job.devices}  # its own now, or kept for it
         return changed
 
     def folder(self, run: str) -> Path:
@@ -300,8 +302,7 @@ def _real(path: Path) -> str:
 
 def explain(devices: Sequence[str], held: Held) -> str:
     """Why a job that names these cards cannot start now, and what to do; "" if it can."""
-    taken = {card: held[card] for card in devices if card in held}
-    why = [f"{who} {card}" if who else f"{card} is kept for an earlier job" for card, who in taken.items()]
+    why = [f"{held[card]} {card}" for card in devices if card in held]
     return f"{'; '.join(why)}. Wait until it is free, free it, or choose other cards" if why else ""
 
 
