@@ -300,7 +300,6 @@ def build_trainer(
         events=events,
         save_lora=partial(save_lora, plan, lora),
         compiled=compiled,
-        is_asked=lambda what: ranks.from_first(lambda: Requests(Path(job.output.folder)).take(what)),
         ranks=ranks,
     )
     trainer.samples = make_sampler(plan, trainer)

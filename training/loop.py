@@ -23,7 +23,7 @@ from ..parallel.ranks.group import ALONE, AcrossRanks, RankLost, Ranks, fingerpr
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
-from ..system.stopping import Request
+from ..system.stopping import Requests
 from .adapter import LoraHandle
 from .batches import CachedSamples
 from .objective import LOWER_RATE, NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
@@ -65,7 +65,6 @@ class Trainer:
     events: EventLog
     save_lora: Callable[[Path], Path]  # into a folder; returns the file
     compiled: tuple[CompiledBlocks, ...] = ()  # torch compiles at the first batch of each shape
-    is_asked: Callable[[Request], bool] = lambda what: False  # whether somebody outside has, since the last answer
     samples: Any = None  # what draws pictures, of sampling/sampler.py
     ranks: Ranks = ALONE  # the first one writes
     step: int = 0
@@ -100,6 +99,7 @@ class Trainer:
         blocks. Raises: RuntimeError with what broke and what is saved."""
         self._saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
         last, every = self.job.train.steps, self.job.output.save_every_steps
+        requests = Requests(Path(self.job.output.folder))
         try:
             if self.compiled and self.step < last and not should_stop():
                 preflight(self)
@@ -110,7 +110,8 @@ class Trainer:
                 with self.ranks.doing():
                     self._timed_step()
                 self._evaluate_if_due(is_end=self.step == last)
-                if self.is_asked("save") or (every and self.step % every == 0) or self.step == last:
+                is_due = self.step == last or bool(every) and self.step % every == 0
+                if self.ranks.from_first(lambda: requests.take("save")) or is_due:
                     self._save_on_all_ranks()
                 self._draw_if_due(should_stop)
             if self._saved_at != self.step:
