@@ -227,8 +227,7 @@ def run_pair(
             command = train_command(experts[name], files[name], resume=resume)
             return process(name, name, *command, "--host-share", str(at_once))
 
-        command = [*own_command(needs_comfyui=False), "cache", *files.values()]
-        caches = process("caches", next(iter(experts)), *command)
+        caches = process("caches", next(iter(experts)), *own_command(needs_comfyui=False), "cache", *files.values())
         trainings, done = list(map(training, experts)), list[JobProcess]()
         for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:
             if not all(each.is_finished for each in done):
