@@ -1,13 +1,11 @@
-"""Loading a family's VAE, offline and completely, from a diffusers folder or a single file of ComfyUI's: of FLUX by
-diffusers' converter, which lacks what FLUX.2 has beside (0.42.1); else by from_single_file, with the variant's config.
-"""
+"""Loading a family's VAE, offline and completely, from a diffusers folder or a single file of ComfyUI's: by diffusers'
+converters, of which FLUX's lacks what FLUX.2 has beside (0.42.1), and with the variant's config."""
 
 from __future__ import annotations
 
 import errno
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from ..checkpoints.model_class import differences, refuse_absurd_sizes, refuse_o
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import open_weights, refuse_zeros
 from ..families.spec import ModelFamily, Variant
+from ..patches.hooks import parameters_on_meta
 from ..system.files import read_json_object
 
 _WHAT_WORKS = "give the VAE file or folder published with the model"
@@ -127,8 +126,7 @@ def as_damage(path: Path, kind: str, remedy: str) -> Iterator[None]:
             raise
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        # NotImplementedError is how from_single_file reports missing weights, which cannot be copied from meta.
-        said = "weights are missing" if isinstance(error, NotImplementedError) else " ".join(str(error).split())
+        said = " ".join(str(error).split())
         remedy = "" if _SAYS_WHAT_TO_DO.search(said) else f"; {remedy}"
         raise ValueError(f"{path} cannot be read as {kind} ({type(error).__name__}: {said[:600]}){remedy}") from error
 
@@ -138,27 +136,21 @@ _OWN = re.compile(r"(?:encoder|decoder)\.((?:post_)?quant_conv\..*)")  # where F
 
 def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:
     import diffusers
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+    from diffusers.loaders import single_file_utils as converters
 
-    vae_class, remedy = getattr(diffusers, family.vae_class), (f"an {family.vae_class}", _WHAT_WORKS)
-    config = dict((variant or family.variants[0]).vae_config)
-    if "encoder.conv_in.weight" not in tensors:
-        with tempfile.TemporaryDirectory() as folder, as_damage(file, *remedy):
-            text = json.dumps({**config, "_class_name": family.vae_class})
-            (Path(folder) / "config.json").write_text(text, encoding="utf-8")
-            options = {"config": folder, "torch_dtype": torch.float32, "local_files_only": True}
-            vae = vae_class.from_single_file(tensors, **options)
-        _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
-        return vae
-    vae, found = vae_class.from_config(config), tensors
-    with as_damage(file, *remedy):  # shapes
-        if any(name.startswith("encoder.down.") for name in tensors):
-            named = {_OWN.sub(r"\1", name): tensor for name, tensor in tensors.items()}
+    with as_damage(file, f"an {family.vae_class}", _WHAT_WORKS):  # shapes
+        with parameters_on_meta():
+            vae = getattr(diffusers, family.vae_class).from_config(dict((variant or family.variants[0]).vae_config))
+        found = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
+        if "encoder.conv_in.weight" not in tensors:
+            found = converters.convert_wan_vae_to_diffusers(found)
+        elif any(name.startswith("encoder.down.") for name in tensors):
+            named = {_OWN.sub(r"\1", name): tensor for name, tensor in found.items()}
             statistics = {name: named.pop(name) for name in list(named) if name.startswith("bn.")}
-            found = {**convert_ldm_vae_checkpoint(named, vae.config), **statistics}
+            found = {**converters.convert_ldm_vae_checkpoint(named, vae.config), **statistics}
             if len(found) != len(tensors):
                 raise ValueError(f"it has {len(tensors)} tensors, and {len(found)} of them are known")
-        missing, unexpected = vae.load_state_dict(found, strict=False)
+        missing, unexpected = vae.load_state_dict(found, strict=False, assign=True)
     _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
     _refuse(file, "has unknown", unexpected)
     return vae
