@@ -265,11 +265,14 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     """The encoder as `spec` needs it, weights on meta and buffers on the CPU. Raises: ValueError for other folders."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding
 
     folder = folder / spec.folder
-    described = _read_config(folder)
-    make = AutoModel.from_config if spec.kind == "chat_hidden_states" else _encoder_class(spec, folder, described)
+    found = str(_read_config(folder).get("architectures"))
+    if spec.kind == "pooled" and (other := "CLIPTextModelWithProjection") in found:
+        fault = f"{folder} holds a {other}, and a CLIPTextModel was expected"
+        raise ValueError(f"{fault}; use the folder published with the model")
+    made_by = AutoModel if spec.kind == "chat_hidden_states" else AutoModelForTextEncoding  # of T5 the encoder half
     needs_norm = True
     with as_damage(folder, "a text encoder", "download its JSON files again"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
@@ -286,24 +289,7 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
                 config.layer_types = config.layer_types[: max(layers)]
             needs_norm = max(layers) == num_layers  # the last hidden state of the whole model is behind the norm
         with parameters_on_meta():  # rotary frequencies are buffers that no file holds
-            model = make(config)
+            model = made_by.from_config(config)
     if not needs_norm:
         model.norm = torch.nn.Identity()
     return model
-
-
-def _encoder_class(spec: TextEncoderSpec, folder: Path, config: Mapping[str, Any]) -> Any:
-    """The class that a folder's config names first; of T5-like models the encoder half."""
-    import transformers
-
-    file = folder / "config.json"
-    names = expect(config.get("architectures") or ["none"], list, f"{file}: architectures")
-    found = expect(names[0], str, f"{file}: the first of its architectures")
-    if spec.kind == "pooled" and found.endswith("WithProjection"):
-        raise ValueError(
-            f"{folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with the model"
-        )
-    name = found.replace("ForConditionalGeneration", "EncoderModel")
-    if not hasattr(transformers, name):
-        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
-    return getattr(transformers, name)
