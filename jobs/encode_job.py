@@ -23,7 +23,7 @@ from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Shapes,
 from ..encoding.store import CacheStore, State
 from ..events import EventLog
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import num_tokens, read_latents, read_text, with_silence
+from ..families.comfy.inputs import num_tokens
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
@@ -135,19 +135,13 @@ def text_keys(
 
 
 def _cached(plan: JobPlan, samples: Sequence[TrainingSample]) -> CachedSamples:
-    readers: dict[str, Any] = {}
-    if plan.encoded or plan.job.cache.text_source:
-        readers["read_text"] = partial(read_text, plan.reader.comfy)
-    if plan.encoded or plan.job.cache.latent_source:
-        readers["read_latents"] = partial(read_latents, plan.reader.comfy)
-        readers["add_silence"] = partial(with_silence, plan.reader.comfy)
     return CachedSamples(
         cache_store(plan.job),
         samples,
         plan.job.data.use_masks,
         plan.family.latent_of(plan.variant).num_tokens_per_cell,
+        plan.family.comfy,
         gives_first_latents=plan.variant.condition == "first_latents",
-        **readers,
     )
 
 

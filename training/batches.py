@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
@@ -16,12 +15,14 @@ import torch
 from ..checkpoints.fingerprint import file_fingerprint
 from ..data.samples import DROPPED, Batch, Sample, TrainingSample, load_mask
 from ..encoding.store import CacheStore
-from ..families.comfy.inputs import NOISE_MASK, fit_mask, is_samples, stream_shapes, streams_of
+from ..families.comfy import inputs
+from ..families.spec import ComfyInputs
 
 _log = logging.getLogger(__name__)
 
 
-_LATENTS = "latents"  # what an entry holds besides these, samples and their noise mask, are conditions
+_LATENTS = "latents"
+_NO_CONDITIONS = (_LATENTS, inputs.NOISE_MASK)  # nor samples; what else an entry of latents holds is one
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,15 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class CachedSamples:
-    """Samples with the cache entries that hold their latents and captions. read_latents, read_text: of an entry
-    normalised latents [C, F, H, W], and the text that make_inputs reads. add_silence: to an entry of latents the sound
-    that the model must be given, of which no loss is counted. recompute: makes an entry that is gone."""
+    """Samples with the cache entries that hold their latents and captions. comfy: how the model takes those that
+    ComfyUI's encoders made; ours make normalised latents [C, F, H, W], and text as make_inputs reads it. recompute:
+    makes an entry that is gone."""
 
     store: CacheStore
     samples: Sequence[TrainingSample]  # with their keys
     use_masks: bool  # whether files' masks weigh the loss
     tokens_per_cell: float  # image tokens per latent cell
-    read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = operator.itemgetter(_LATENTS)  # of our own VAE
-    read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
-    add_silence: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
+    comfy: ComfyInputs | None = None
     gives_first_latents: bool = False  # to the model, and the loss leaves them out
     recompute: Callable[[str], None] | None = None
     prompt_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of texts that pictures are drawn of
@@ -93,19 +92,23 @@ class CachedSamples:
         return keys
 
     def _read_text(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        return self.read_text({name: each for key in keys for name, each in self._entry(key).items()})
+        found = {name: each for key in keys for name, each in self._entry(key).items()}
+        return inputs.read_text(self.comfy, found) if self.comfy and inputs.COND in found else found
+
+    def _read_latents(self, entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return inputs.read_latents(self.comfy, entry) if self.comfy and _LATENTS not in entry else entry[_LATENTS]
 
     def load(self, indices: Sequence[int], captions: Sequence[int]) -> LoadedBatch:
         """Read the samples of one batch, as Batch has them, of one bucket and length. Raises: RuntimeError for an entry
         that is gone, or text states of several lengths."""
         stored = [self._entry(self.samples[i].latents_key) for i in indices]
-        entries = [self.add_silence(entry) for entry in stored]
+        entries = [inputs.with_silence(self.comfy, entry) for entry in stored] if self.comfy else stored
         is_silent = all(len(entry) > len(own) for entry, own in zip(entries, stored, strict=True))
-        latents = _stacked([self.read_latents(entry) for entry in entries])
-        names = [name for name in entries[0] if name not in (_LATENTS, NOISE_MASK) and not is_samples(name)]
+        latents = _stacked([self._read_latents(entry) for entry in entries])
+        names = [name for name in entries[0] if name not in _NO_CONDITIONS and not inputs.is_samples(name)]
         conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
         if _LATENTS not in entries[0]:
-            conditions |= streams_of(entries)
+            conditions |= inputs.streams_of(entries)
         keys = [self._text_keys(*each) for each in zip(indices, captions, strict=True)]
         texts = [dict(self._read_text(each)) for each in keys]
         noise_masks = _noise_masks(entries, texts, latents)
@@ -113,7 +116,7 @@ class CachedSamples:
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask, outside, samples = None, None, [self.samples[i] for i in indices]
         if self.use_masks and any(sample.mask_path for sample in samples):
-            shapes = stream_shapes(conditions)
+            shapes = inputs.stream_shapes(conditions)
             height, width = (shapes[0] if shapes else latents.shape)[-2:]
             masks = [
                 load_mask(each, (height, width)) if isinstance(each, Sample) and each.mask_path else None
@@ -123,14 +126,16 @@ class CachedSamples:
             outside = 1 - mask
             if shapes:
                 mask, outside = _packed(mask, shapes, 1.0 - is_silent), _packed(outside, shapes, 0.0)
+        learned: list[torch.Tensor] = []
         if self.gives_first_latents:
             conditions["first_latents"] = latents[:, :, :1]
-            learned = torch.ones(latents.shape[0], 1, *latents.shape[2:])
-            learned[:, :, 0] = 0
-            mask, outside = learned * (1 if mask is None else mask), _times(outside, learned)
+            learned.append(torch.ones(latents.shape[0], 1, *latents.shape[2:]))
+            learned[0][:, :, 0] = 0
         if noise_masks is not None:  # what sampling does not denoise, training does not learn
-            conditions[NOISE_MASK], denoised = noise_masks, noise_masks.clamp(0, 1)
-            mask, outside = denoised * (1 if mask is None else mask), _times(outside, denoised)
+            conditions[inputs.NOISE_MASK] = noise_masks
+            learned.append(noise_masks.clamp(0, 1))
+        for each in learned:
+            mask, outside = each if mask is None else mask * each, None if outside is None else outside * each
         factors = [sample.loss_weight for sample in samples]
         of_samples = None if all(each == 1 for each in factors) else torch.tensor(factors)
         weights = loss_weights(of_samples, conditions, mask, is_silent=is_silent)
@@ -182,7 +187,7 @@ def loss_weights(
     """Weights of a batch's losses, of those of its samples, [B], or None; given: how packed latents are taken apart.
     The loss of several streams is the sum of their means (LTX-2's own trainer). mask: weighs each mean. [B, 1, 1, 1, N]
     is_silent: whether the first stream alone counts."""
-    sizes = [math.prod(shape) for shape in stream_shapes(given)]
+    sizes = [math.prod(shape) for shape in inputs.stream_shapes(given)]
     if not sizes:
         return of_samples
     counted = [1.0, *([0.0 if is_silent else 1.0] * (len(sizes) - 1))]
@@ -207,13 +212,13 @@ def _noise_masks(
 ) -> torch.Tensor | None:
     """Of the latents' entries, or taken from those of what conditions them; None without. [B, 1 or C, F, H, W]"""
     found = [
-        texts[i].pop(NOISE_MASK, None) if (own := each.get(NOISE_MASK)) is None else own
+        texts[i].pop(inputs.NOISE_MASK, None) if (own := each.get(inputs.NOISE_MASK)) is None else own
         for i, each in enumerate(entries)
     ]
     if all(each is None for each in found):
         return None
     sides = latents.shape[2:]
-    masks = [torch.ones(1, *sides) if each is None else fit_mask(each, sides) for each in found]
+    masks = [torch.ones(1, *sides) if each is None else inputs.fit_mask(each, sides) for each in found]
     channels = max(each.shape[0] for each in masks)
     return _stacked([each.expand(channels, *sides) for each in masks])
 
@@ -230,10 +235,6 @@ def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
             raise RuntimeError(f"{found}; {helps}")
         joined[name] = _stacked(states)
     return joined
-
-
-def _times(mask: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor | None:
-    return None if mask is None else mask * other
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from devicebridge.data.samples import EncodedSample, Sample
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samples, save_encoded
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes, with_silence
+from devicebridge.families.comfy.inputs import ComfyReader, stream_shapes
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
 from devicebridge.jobs.read_job import read_encoded_samples, refuse_batches_with_sound
@@ -66,8 +65,7 @@ def _save(folder: Path, samples: Any, conditioning: list[Any]) -> Path:
 def _load(folder: Path, samples: Any, reader: ComfyReader, count: int) -> Any:
     path = _save(folder, samples, _conditioning(count))
     found = read_encoded_samples(str(path), reader)
-    readers = partial(read_latents, reader.comfy), partial(read_text, reader.comfy)
-    data = CachedSamples(CacheStore(folder), found, False, 1.0, *readers)
+    data = CachedSamples(CacheStore(folder), found, False, 1.0, reader.comfy)
     return data.load(range(count), [0] * count)
 
 
@@ -113,8 +111,7 @@ def test_a_video_that_needs_a_sound_gets_one_of_which_no_loss_is_counted(tmp_pat
     needs = _reader(sound=(8, 0, 16), silence=lambda frames: (8, 3 * frames, 16))
     video = torch.randn(1, *VIDEO)
     (sample,) = found = read_encoded_samples(str(_save(tmp_path, video, _conditioning())), needs)
-    readers = (partial(each, needs.comfy) for each in (read_latents, read_text, with_silence))
-    data = CachedSamples(CacheStore(tmp_path), found, False, 1.0, *readers)
+    data = CachedSamples(CacheStore(tmp_path), found, False, 1.0, needs.comfy)
     batch = data.load([0], [0])
     assert stream_shapes(batch.conditions) == [VIDEO, (8, 6, 16)]
     assert torch.equal(batch.latents[0, 0, 0, 0, : video.numel()], 2 * video.flatten())
@@ -282,9 +279,8 @@ def test_a_mask_beside_sound_weighs_the_picture_alone(is_silent: bool, tmp_path:
     sides = (2, 3)
     sample = Sample("a.mp4", "", str(tmp_path / "mask.png"), sides, (0, 0, *sides), sides, (0, 1), latents_key="a" * 64)
     sample = dataclasses.replace(sample, text_keys=("b" * 64,))
-    silence = partial(with_silence, dataclasses.replace(LTX.comfy, silence=lambda frames: SOUND))
-    read = partial(read_latents, LTX.comfy)
-    batch = CachedSamples(store, [sample], True, 1.0, read, add_silence=silence).load([0], [0])
+    comfy = dataclasses.replace(LTX.comfy, silence=lambda frames: SOUND)
+    batch = CachedSamples(store, [sample], True, 1.0, comfy).load([0], [0])
     error = torch.rand(batch.latents.shape)
     found = prediction_loss(error.sqrt(), torch.zeros(error.shape), batch.mask, batch.weights)
     picture, sound = error.flatten().split([math.prod(VIDEO), math.prod(SOUND)])

@@ -1,13 +1,11 @@
 """Batches of cached samples: captions of one length are stacked, noise masks weigh the loss, files are read ahead."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from devicebridge.data.samples import Batch, BatchOrder, EncodedSample, Sample
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.spec import ComfyInputs
 from devicebridge.training.batches import CachedSamples, join_texts
 from devicebridge.training.objective import prediction_loss
@@ -37,8 +35,7 @@ def _cached(folder, latents, texts):
             store.put(f"{kind}{index:03x}", entry)
     samples = [EncodedSample(f"a{index:03x}", (f"b{index:03x}",), ()) for index in range(len(texts))]
     comfy = ComfyInputs("cond", "", lambda each: each, latent_dims=3, reads_all=True)
-    readers = {"read_latents": partial(read_latents, comfy), "read_text": partial(read_text, comfy)}
-    return CachedSamples(store, samples, False, 0.25, **readers)
+    return CachedSamples(store, samples, False, 0.25, comfy)
 
 
 def test_a_noise_mask_is_given_in_the_size_of_the_latents_and_weighs_the_loss(tmp_path: Path) -> None:
