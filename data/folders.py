@@ -8,7 +8,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import lt
 from pathlib import Path
@@ -33,6 +32,7 @@ from .samples import (
     Sample,
     bucket_step,
     choose_bucket,
+    in_threads,
     is_in_alpha,
     is_other_shape,
     is_slower,
@@ -46,7 +46,6 @@ from .sounds import cut_sound, sounds_of_clip
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
 
 _log = logging.getLogger(__name__)
-_S = TypeVar("_S")
 _T = TypeVar("_T")
 _Cuts = tuple[tuple[int, ...], ...]
 
@@ -131,7 +130,7 @@ def scan_folders(
     for folder in config.folders if config.condition else ():
         stems = [stem_of(path) for each, (path, _) in found if each == folder]
         partners[folder] = find_partners(folder, WAYS[config.condition], stems, ask)
-    pictures = _in_threads(lambda each: _inspect(*each, tables, plan, latent, partners.get(each[0])), found, ask)
+    pictures = in_threads(lambda each: _inspect(*each, tables, plan, latent, partners.get(each[0])), found, ask)
     bad = [picture for picture in pictures if picture.problems]
     if bad:
         lines = "\n".join(f"  {problem}" for picture in bad for problem in picture.problems)
@@ -157,18 +156,6 @@ def scan_folders(
     for line in left_out(by_folder, known, latent, ask, beside=beside, others=map(Path, others)):
         _log.warning("%s", line)
     return samples
-
-
-def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
-    """What work makes of every item, in order; ask is called before each, and may raise to stop."""
-    pool, done = ThreadPoolExecutor(), list[_T]()
-    try:
-        for future in [pool.submit(work, item) for item in items]:
-            ask()
-            done.append(future.result())
-        return done
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # --- listing ---------------------------------------------------------------------------------------------------------
@@ -219,8 +206,8 @@ def list_files(
     suffixes = SOUND_SUFFIXES if latent.audio_rows else media_suffixes()
     files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in suffixes]
     taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
-    folders = [entry for entry in entries if entry.is_dir() and not latent.audio_rows]
-    sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(caption_file(entry))]
+    read = filter(_is_sound if latent.audio_rows else is_media, entries)
+    images = [entry for entry in read if entry.name not in taken or not entry.is_dir()]
     masks: dict[str, Path] = {}  # by the stem of the image
     for file in files:
         if (end := _end_of(file)) in _MASK_ENDS:
@@ -228,7 +215,6 @@ def list_files(
             if stem in masks:
                 raise ValueError(f"{masks[stem]} and {file.name} are both the mask of {stem}; remove one")
             masks[stem] = file
-    images = sorted([*(file for file in files if not _end_of(file)), *sequences], key=lambda f: f.name)
     _warn(
         (file.name for file in files if _end_of(file) == _CONDITION_END),
         "images are conditions of another trainer and are not used: %s; put them into a folder of their own, named "
@@ -428,7 +414,7 @@ def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec, ask: Ca
     def is_empty(sample: Sample) -> bool:
         return not load_mask(sample, (sample.bucket[0] // stride, sample.bucket[1] // stride)).any()
 
-    empty = [sample for sample, found in zip(masked, _in_threads(is_empty, masked, ask), strict=True) if found]
+    empty = [sample for sample, found in zip(masked, in_threads(is_empty, masked, ask), strict=True) if found]
     if empty:
         raise ValueError(
             f"{first([str(s.mask_path) for s in empty], most=5)}: nothing white is left after cropping the image to "

@@ -7,11 +7,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from .captions import uniform
 from .containers import SOUND_SUFFIXES
 from .image import ImageRequest, SoundRequest, naming, opened
 from .video import ClipInfo, media_fingerprint
+
+_S, _T = TypeVar("_S"), TypeVar("_T")
 
 # --- how samples are cut ----------------------------------------------------------------------------------------------
 
@@ -237,17 +239,9 @@ TrainingSample = Sample | EncodedSample
 
 def dataset_fingerprint(samples: Sequence[Sample]) -> str:
     """Hash of what is trained on, in order, wherever the files lie. Raises: OSError if one has gone."""
-    paths = dict.fromkeys(
-        path
-        for s in samples
-        for path in (*s.image_request().paths, s.mask_path, *(s.condition.paths if s.condition else ()))
-        if path
-    )
-    content = {}
-    with ThreadPoolExecutor() as pool:
-        for path, found in zip(paths, pool.map(media_fingerprint, paths), strict=True):
-            alive()
-            content[path] = found
+    beside = (path for s in samples for path in (s.mask_path, *(s.condition.paths if s.condition else ())) if path)
+    paths = list(dict.fromkeys([*(path for s in samples for path in s.image_request().paths), *beside]))
+    content = dict(zip(paths, in_threads(media_fingerprint, paths, alive), strict=True))
     return settings_fingerprint(
         [
             [content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop]
@@ -259,6 +253,18 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
             for s in samples
         ]
     )
+
+
+def in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
+    """What work makes of every item, in order; ask is called before each, and may raise to stop."""
+    pool, done = ThreadPoolExecutor(), list[_T]()
+    try:
+        for future in [pool.submit(work, item) for item in items]:
+            ask()
+            done.append(future.result())
+        return done
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 DROPPED = -1  # in place of a caption: the empty one

@@ -136,7 +136,7 @@ class CacheStore:
             claim = self.claim(key)
             if claim is None:
                 continue
-            if claim.is_sure or key in old:  # without locks a claim does not tell that nobody is writing
+            if key in old:  # another's were removed as it was claimed
                 self._remove_temporary(key)
             claim.release()
 

@@ -94,10 +94,10 @@ class TrainingDatasetNode(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, previous: TrainingDataset | None = None, **sockets: Any) -> io.NodeOutput:
+        from ..data.caption_files import ANY_MODEL
         from ..data.folders import scan_folders
         from ..data.samples import as_evaluated, describe_samples
         from ..families.comfy.conditions import evaluation_problem
-        from ..families.spec import LatentSpec
 
         if previous and previous.data.encoded:
             raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
@@ -110,13 +110,12 @@ class TrainingDatasetNode(io.ComfyNode):
         evaluation = read(EvaluationConfig, folder=held_out, **_folders_beside(sockets, "evaluation_"))
         if reason := evaluation_problem(data.condition, evaluation):
             raise ValueError(reason)
-        # A broken file is named at once. No model is known here; this one takes any clip.
-        latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
-        samples = scan_folders(data, latent, host.is_cancelled, others=evaluation.folders)
+        # A broken file is named at once.
+        samples = scan_folders(data, ANY_MODEL, host.is_cancelled, others=evaluation.folders)
         num_clips = sum(bool(sample.frames) for sample in samples)
         text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
         if evaluation.folder:
-            evaluated = as_evaluated(scan_folders(evaluation.as_data(data), latent, host.is_cancelled))
+            evaluated = as_evaluated(scan_folders(evaluation.as_data(data), ANY_MODEL, host.is_cancelled))
             text += f", {len(evaluated)} for evaluation"
         host.NodeView(cls.hidden.unique_id).show_text(f"{text}\n{describe_samples(samples)}")
         return io.NodeOutput(TrainingDataset(data, evaluation))
