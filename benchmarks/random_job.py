@@ -277,7 +277,7 @@ def make_samples(
         Sample(
             *(f"{i}.png", f"caption {i}", None, bucket, (0, 0, *bucket), bucket),
             latents_key=f"latent {i}",
-            text_keys=(f"caption {i}",),
+            text_keys=((f"caption {i}",), ()),
         )
         for i in range(len(latents))
     ]

@@ -182,10 +182,10 @@ class Sample:
     loss_weight: float = 1.0
     condition: Condition | None = None
     latents_key: str = ""  # cache entry of its latents; "" until the job's cache is filled
-    text_keys: tuple[str, ...] = ()  # cache entries of its text, of which later ones count over earlier ones
-    empty_text_keys: tuple[str, ...] = ()  # the same where its caption is dropped; () if it never is
+    # Cache entries of its text with each caption, of which later ones count over earlier ones; behind them those where
+    # its caption is dropped, () if it never is.
+    text_keys: tuple[tuple[str, ...], ...] = ()
     others: tuple[str, ...] = ()  # captions of which one is drawn each time, as often as the first
-    other_text_keys: tuple[tuple[str, ...], ...] = ()  # their cache entries
     source: str = ""  # what kind of file the captions are from, or which file of many; "" where there is none
     sound: SoundRequest | None = None  # beside a clip; or alone, and then bucket is rows and columns of latents
 
@@ -220,18 +220,16 @@ class EncodedSample:
     """One sample of a dataset that arrived encoded; as Sample."""
 
     latents_key: str
-    text_keys: tuple[str, ...]
+    text_keys: tuple[tuple[str, ...], ...]
     bucket: tuple[int, ...]  # latent sides and text tokens
     num_frames: int = 1  # video frames that its latents stand for
     mask_path: None = None
     loss_weight: float = 1.0
-    empty_text_keys: tuple[str, ...] = ()
     alike: tuple[int, ...] = ()  # what else its CONDITIONING says, and how long its sound is, as a number
     has_sound: bool = False  # as a stream, or as a voice to speak with
     sound: tuple[int, ...] = ()  # shape of that stream; () without one
     has_mask: bool = False  # whether its LATENT has a noise mask
     others: tuple[str, ...] = ()
-    other_text_keys: tuple[tuple[str, ...], ...] = ()
 
 
 TrainingSample = Sample | EncodedSample
@@ -267,7 +265,7 @@ def in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], 
         pool.shutdown(cancel_futures=True)
 
 
-DROPPED = -1  # in place of a caption: the empty one
+DROPPED = -1  # in place of a caption: the empty one, whose entries are the last of a sample's text_keys
 
 
 def as_evaluated(samples: Sequence[Sample]) -> tuple[Sample, ...]:

@@ -71,7 +71,7 @@ def cache_job(
     Raises: what fill_cache raises; ValueError for entries that do not fit the model."""
     store, settings = cache_store(plan.job), plan.job.cache
     if plan.encoded:
-        keys = dict.fromkeys(key for sample in plan.encoded for key in (sample.latents_key, *sample.text_keys))
+        keys = dict.fromkeys(key for sample in plan.encoded for key in (sample.latents_key, *sample.text_keys[0]))
         if missing := [key for key in keys if key not in store]:
             gone = f"{len(missing)} of {len(keys)} entries of the encoded dataset are gone from {store.folder}"
             raise ValueError(f"{gone}; run the Dataset from Latents and Conditioning node again")
@@ -103,10 +103,8 @@ def cache_job(
             restore_random_states(states)
 
     def with_keys(sample: Sample) -> Sample:
-        own, empty = (text_keys(text, sample.condition, texts, conditions) for text in (sample.caption, ""))
-        others = tuple(text_keys(text, sample.condition, texts, conditions) for text in sample.others)
-        made = replace(sample, text_keys=own, other_text_keys=others, empty_text_keys=empty)
-        return replace(made, latents_key=latent_keys[sample.image_request()])
+        keys = tuple(text_keys(text, sample.condition, texts, conditions) for text in (*sample.captions, ""))
+        return replace(sample, latents_key=latent_keys[sample.image_request()], text_keys=keys)
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         prompts = {each: texts[each] for each in ("", *plan.job.samples.prompts)}
@@ -272,7 +270,7 @@ def _refuse_unfit_conditions(plan: JobPlan, store: CacheStore, keys: Mapping[Wan
 def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     """What each entry of this part is of, by its key, for a message. No weight is loaded."""
     if plan.encoded:
-        keys = [each.text_keys if part == "captions" else (each.latents_key,) for each in plan.encoded]
+        keys = [each.text_keys[0] if part == "captions" else (each.latents_key,) for each in plan.encoded]
         return {key: f"{part} of sample {number}" for number, (key,) in enumerate(keys, start=1)}
     items, sources = _work(plan, part)
     entries = [pair for source in sources for pair in source.keys_of(items).items()]

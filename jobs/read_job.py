@@ -68,7 +68,7 @@ def _longest_text(read: ReadJob) -> SampleText | None:
     if read.family.host is None or read.job.lora.text_encoder:
         return None
     store = cache_store(read.job)
-    texts = [each.text_keys for each in read.encoded]
+    texts = [each.text_keys[0] for each in read.encoded]
     if read.job.cache.text_source:
         samples, wanted = (*read.samples, *read.eval_samples), wanted_conditions(read)
         made = comfy_conditions(read).keys_of(wanted) if wanted else {}
@@ -261,7 +261,7 @@ def _encoded_sample(pair: EncodedPair, reader: inputs.ComfyReader) -> EncodedSam
     shapes |= streams | ({inputs.NOISE_MASK: []} if has_mask else {})
     return EncodedSample(
         pair.latents,
-        (pair.text,),
+        ((pair.text,), ()),
         bucket,
         num_frames,
         alike=(int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else (),

@@ -130,7 +130,7 @@ def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
 
 def find_identity(read: ReadJob) -> dict[str, Any]:
     """Plain facts that a resumed run must share with the one it continues, beyond the config; reads every image."""
-    of_encoded = [[sample.latents_key, *sample.text_keys] for sample in read.encoded]
+    of_encoded = [[sample.latents_key, *sample.text_keys[0]] for sample in read.encoded]
     start = read.job.lora.start_from
     return {
         "dataset": settings_fingerprint(of_encoded) if of_encoded else dataset_fingerprint(read.samples),

@@ -57,7 +57,7 @@ class CachedSamples:
 
     def keys(self) -> set[str]:
         """All entries that may be read."""
-        of_texts = [keys for each in self.samples for keys in _texts_of(each)]
+        of_texts = [keys for each in self.samples for keys in each.text_keys]
         return {each.latents_key for each in self.samples} | {
             key for keys in (*of_texts, *self.prompt_keys.values()) for key in keys
         }
@@ -83,11 +83,11 @@ class CachedSamples:
         """Plain values that decide what is computed of a sample. Raises: OSError if its mask has gone."""
         sample = self.samples[index]
         mask = file_fingerprint(sample.mask_path) if self.use_masks and sample.mask_path else ""
-        entries = [sample.latents_key, *sample.text_keys, *sample.other_text_keys]
+        entries = [sample.latents_key, *sample.text_keys[0], *sample.text_keys[1:-1]]
         return [entries, mask, sample.loss_weight, sample.bucket, sample.num_frames, sample.alike]
 
     def _text_keys(self, index: int, caption: int) -> tuple[str, ...]:
-        keys = _texts_of(self.samples[index])[caption]
+        keys = self.samples[index].text_keys[caption]
         assert keys, f"{self.name_of(index)} has no text {'without' if caption == DROPPED else 'with'} its caption"
         return keys
 
@@ -167,14 +167,9 @@ class CachedSamples:
     def _gone(self, key: str) -> str:
         of = [self.name_of(index) for index, each in enumerate(self.samples) if each.latents_key == key]
         of += [f"the prompt {shorten(prompt, 80)!r}" for prompt, keys in self.prompt_keys.items() if key in keys]
-        texts = [{key for keys in _texts_of(each) for key in keys} for each in self.samples]
+        texts = [{key for keys in each.text_keys for key in keys} for each in self.samples]
         of += [f"the text of {self.name_of(index)}" for index, keys in enumerate(texts) if key in keys]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
-
-
-def _texts_of(sample: TrainingSample) -> tuple[tuple[str, ...], ...]:
-    """Cache entries by number of the caption; DROPPED is the last."""
-    return (sample.text_keys, *sample.other_text_keys, sample.empty_text_keys)
 
 
 def loss_weights(

@@ -312,7 +312,7 @@ def _said(bench: Bench, trainer: Trainer) -> tuple[Mapping[str, torch.Tensor], A
     model, main_device = trainer.runner.replica_for(0)
     # Tokens of the first caption.
     data = trainer.train_data
-    tokens = replace(data, prompt_keys={"": data.samples[0].text_keys}).text("")
+    tokens = replace(data, prompt_keys={"": data.samples[0].text_keys[0]}).text("")
     noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
     prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)

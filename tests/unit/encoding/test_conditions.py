@@ -127,8 +127,8 @@ def test_a_batch_has_text_and_condition_together(picture, tmp_path):
     for key, value in ((cat, 2.0), (empty, 3.0)):
         store.put(key, {"cond": torch.full((2, 4), value)})
     texts = [(own, keys[caption, condition]) for own, caption in ((cat, "a cat"), (empty, ""))]
-    names = {"latents_key": latents, "text_keys": texts[0], "empty_text_keys": texts[1]}
-    sample = Sample("x.png", "a cat", None, (8, 8), (0, 0, 8, 8), (8, 8), condition=condition, **names)
+    cut = ((8, 8), (0, 0, 8, 8), (8, 8))
+    sample = Sample("x.png", "a cat", None, *cut, condition=condition, latents_key=latents, text_keys=tuple(texts))
     data = CachedSamples(store, [sample] * 2, False, 1.0)
     batch = data.load([0, 1], [0, -1])
     assert batch.text["option.reference_latents.0"].shape == (2, 3, 5, 7)

@@ -192,7 +192,7 @@ def test_a_job_encodes_in_the_scheme_it_names(tmp_path: Path) -> None:
     spec = plan.variant.text_encoders[0]
     caption = plan.samples[0].caption
     expected = load_text_encoder(spec, tmp_path / "model", CPU, torch.bfloat16, "int8").encode_batch([caption])[0]
-    entry = data.store.get(data.samples[0].text_keys[0])
+    entry = data.store.get(data.samples[0].text_keys[0][0])
     assert entry is not None and torch.equal(entry[spec.output], expected)
 
 

@@ -69,18 +69,18 @@ def samples(tmp_path):
     (tmp_path / "other.png").write_bytes(b"another")
     cut = ((8, 8), (0, 0, 8, 8), (8, 8))
     images = [
-        Sample(f"{number}.png", text, None, *cut, latents_key=f"k{number}", text_keys=(text,), empty_text_keys=("t0",))
+        Sample(f"{number}.png", text, None, *cut, latents_key=f"k{number}", text_keys=((text,), ("t0",)))
         for number, text in enumerate(("t1", "t2", "t2"))
     ]
     condition = Condition("reference", ("reference.png",), ((8, 8),))
     mask = str(tmp_path / "mask.png")
-    images[0] = dataclasses.replace(images[0], mask_path=mask, condition=condition, text_keys=("t1", "c0"))
+    images[0] = dataclasses.replace(images[0], mask_path=mask, condition=condition, text_keys=(("t1", "c0"), ("t0",)))
     return _made_by(tmp_path, images)
 
 
 @pytest.fixture
 def encoded(tmp_path):
-    images = [EncodedSample(f"k{number}", (text,), (8, 8, 77)) for number, text in enumerate(("t1", "t2", "t2"))]
+    images = [EncodedSample(f"k{number}", ((text,), ()), (8, 8, 77)) for number, text in enumerate(("t1", "t2", "t2"))]
     return _made_by(tmp_path, images)
 
 
@@ -101,13 +101,13 @@ OTHERS = {
         found, samples=[found.samples[1], found.samples[0], found.samples[2]]
     ),
     "another image": _first(latents_key="k9"),
-    "another caption": _first(text_keys=("t2", "c0")),
+    "another caption": _first(text_keys=(("t2", "c0"), ("t0",))),
     "another weight of its loss": _first(loss_weight=0.3),
     "no mask": _first(mask_path=None),
     "another mask": _other_mask,
-    "no reference": _first(condition=None, text_keys=("t1",)),
-    "another reference": _first(text_keys=("t1", "c1")),
-    "another text encoder": _first(text_keys=("t9", "c0")),
+    "no reference": _first(condition=None, text_keys=(("t1",), ("t0",))),
+    "another reference": _first(text_keys=(("t1", "c1"), ("t0",))),
+    "another text encoder": _first(text_keys=(("t9", "c0"), ("t0",))),
 }
 
 

@@ -278,7 +278,7 @@ def test_a_mask_beside_sound_weighs_the_picture_alone(is_silent: bool, tmp_path:
     store.put("b" * 64, {"cond": torch.ones(2, 8)})
     sides = (2, 3)
     sample = Sample("a.mp4", "", str(tmp_path / "mask.png"), sides, (0, 0, *sides), sides, (0, 1), latents_key="a" * 64)
-    sample = dataclasses.replace(sample, text_keys=("b" * 64,))
+    sample = dataclasses.replace(sample, text_keys=(("b" * 64,), ()))
     comfy = dataclasses.replace(LTX.comfy, silence=lambda frames: SOUND)
     batch = CachedSamples(store, [sample], True, 1.0, comfy).load([0], [0])
     error = torch.rand(batch.latents.shape)

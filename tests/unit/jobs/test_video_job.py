@@ -225,7 +225,7 @@ def test_lists_of_latents_train_what_their_clips_train(tmp_path):
     job, encoders = _stock_job(tmp_path, **settings, cache={"latent_source": HostLike.fingerprint})
     data = _cached(job, encoders)
     samples = [data.store.get(each.latents_key)["samples"][None] for each in data.samples]
-    states = [data.store.get(sample.text_keys[0])["prompt_embeds"] for sample in data.samples]
+    states = [data.store.get(sample.text_keys[0][0])["prompt_embeds"] for sample in data.samples]
 
     def listed(latents):
         conditioning = [[[text[None], {}]] for text in states]

@@ -33,7 +33,7 @@ def _cached(folder, latents, texts):
     for kind, entries in (("a", latents), ("b", texts)):
         for index, entry in enumerate(entries):
             store.put(f"{kind}{index:03x}", entry)
-    samples = [EncodedSample(f"a{index:03x}", (f"b{index:03x}",), ()) for index in range(len(texts))]
+    samples = [EncodedSample(f"a{index:03x}", ((f"b{index:03x}",), ()), ()) for index in range(len(texts))]
     comfy = ComfyInputs("cond", "", lambda each: each, latent_dims=3, reads_all=True)
     return CachedSamples(store, samples, False, 0.25, comfy)
 
@@ -74,10 +74,9 @@ def _pictures(folder: Path, count: int = 3) -> tuple[CachedSamples, _Counted, Ba
     for index in range(count):
         store.put(latents[index], {"latents": torch.full((4, 1, 8, 8), float(index))})
         store.put(texts[index], {"states": torch.full((2, 4), 10.0 + index)})
-    samples = [
-        Sample(f"{i}.png", "", None, (64, 64), (0, 0, 64, 64), (64, 64), latents_key=latents[i], text_keys=(texts[i],))
-        for i in range(count)
-    ]
+    cut = ((64, 64), (0, 0, 64, 64), (64, 64))
+    keys = [{"latents_key": own, "text_keys": ((text,), ())} for own, text in zip(latents, texts, strict=True)]
+    samples = [Sample(f"{i}.png", "", None, *cut, **each) for i, each in enumerate(keys)]
     cached = CachedSamples(store, samples, use_masks=False, tokens_per_cell=1)
     return cached, store, BatchOrder(samples, batch_size=1, seed=0)
 
