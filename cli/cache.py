@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.job import load_job
-from ..encoding.encode import Stopped
 from ..encoding.text_place import text_device_on
 from ..events import EventLog
 from ..jobs.checked_job import JobPlan
 from ..jobs.encode_job import CACHE_PARTS, CachePart, ComfyEncoders, fill_cache, prune_caches, verify_cache
-from ..system.stopping import STOPPED, Requests, stop_on_signal
+from ..system.stopping import STOPPED, Requests, Stopped, stop_on_signal
 from ..system.telling import say
 from .jobs import Terminal, each_model
 from .native import enter, with_encoders

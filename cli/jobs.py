@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
 from ..data.samples import describe_samples
-from ..encoding.encode import Stopped
 from ..events import Event
 from ..jobs.in_processes import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, run_job
@@ -24,7 +23,7 @@ from ..parallel.ranks.group import ALONE
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.plan import describe_comparison, describe_plan
 from ..system.progress import ProgressLine, StepPace, describe_progress
-from ..system.stopping import STOPPED, find_launch, stop_on_signal
+from ..system.stopping import STOPPED, Stopped, find_launch, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
 from .native import encoded, enter, prepared

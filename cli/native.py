@@ -12,7 +12,6 @@ from pathlib import Path
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..config.model import COMFYUI
-from ..encoding.encode import never
 from ..events import EventLog, Listener
 from ..headless.run import find_comfyui
 from ..jobs.checked_job import JobPlan
@@ -22,6 +21,7 @@ from ..jobs.ranks import unless_stopped
 from ..parallel.ranks.group import Ranks
 from ..runs.queue import is_native_process, native_command
 from ..system.processes import go_on_as
+from ..system.stopping import never
 from ..system.telling import say
 
 

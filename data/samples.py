@@ -27,7 +27,8 @@ from .containers import SOUND_SUFFIXES
 from .image import ImageRequest, SoundRequest, naming, opened
 from .video import ClipInfo, media_fingerprint
 
-_S, _T = TypeVar("_S"), TypeVar("_T")
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 
 # --- how samples are cut ----------------------------------------------------------------------------------------------
 

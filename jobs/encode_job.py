@@ -17,9 +17,8 @@ from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
 from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts
-from ..encoding.encode import fill, never
 from ..encoding.key import comfy_text_key
-from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Shapes, Source
+from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, Shapes, Source, fill
 from ..encoding.store import CacheStore, State
 from ..events import EventLog
 from ..families.comfy.conditions import WAYS
@@ -27,6 +26,7 @@ from ..families.comfy.inputs import num_tokens
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
+from ..system.stopping import never
 from ..training.batches import CachedSamples
 from .checked_job import JobPlan, ReadJob
 

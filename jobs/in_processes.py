@@ -16,14 +16,13 @@ from pathlib import Path
 
 from ..checkpoints.checkpoint import read_checkpoint
 from ..config.job import JobConfig, Resume, save_for_process
-from ..encoding.encode import never
 from ..events import Event, EventLog, EventTail, Listener
 from ..families.registry import FAMILIES
 from ..families.spec import Variant
 from ..runs.queue import own_command, train_command
 from ..runs.record import run_lock
 from ..system.processes import start
-from ..system.stopping import STOPPED, Requests
+from ..system.stopping import STOPPED, Requests, never
 from ..system.telling import errors_in
 from ..training.loop import checkpoint_folder
 from ..training.state import list_checkpoints, load_checkpoint

@@ -18,7 +18,6 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig, Resume
 from ..config.model import Strategy, shards_weights
 from ..data.samples import BatchOrder
-from ..encoding.encode import Stopped, never
 from ..events import EventLog, Listener
 from ..parallel.devices import CPU, find_device, memory_in_use, own_random_states, reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
@@ -33,7 +32,7 @@ from ..planning.plan import TrainingPlan, compare, describe_comparison, describe
 from ..runs.record import Recording, recorded_run
 from ..sampling.draw import Decoder, make_drawing
 from ..sampling.sampler import Sampler
-from ..system.stopping import Requests
+from ..system.stopping import Requests, Stopped, never
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.compile_check import check_compiled

@@ -19,7 +19,6 @@ import torch
 from ..config.job import JobConfig, Resume, shared_settings
 from ..config.model import Strategy, shards_weights, shares_rows
 from ..config.setting import requested
-from ..encoding.encode import Stopped
 from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks, joined
 from ..parallel.ranks.place import RankPlace, own_devices
@@ -29,7 +28,7 @@ from ..planning.plan import TrainingPlan
 from ..planning.search import HEADROOM
 from ..runs.record import run_lock
 from ..system.files import tensors_as_bytes
-from ..system.stopping import Requests
+from ..system.stopping import Requests, Stopped
 from ..training.batches import CachedSamples
 from ..training.state import TrainingState
 from ..version import VERSION

@@ -23,7 +23,6 @@ from ..config.model import shares_rows
 from ..data.folders import scan_folders
 from ..data.samples import EncodedSample, TrainingSample, as_evaluated
 from ..encoding.comfy_data import EncodedPair, load_encoded
-from ..encoding.encode import never
 from ..families.comfy import inputs
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.text_sizes import CLIP_PARTS
@@ -33,6 +32,7 @@ from ..parallel.local.tokens import RowsError
 from ..planning.costs import latent_shape_of, sharing_rows
 from ..planning.dry_run import BY_FOREIGN_CODE, META, NoForecast, SampleText, Work, forward_on_meta, make_text
 from ..planning.question import make_square
+from ..system.stopping import never
 from ..training.adapter import find_targets
 from .checked_job import ReadJob, Subject
 from .encode_job import ONE_EACH, cache_store, captions_of, comfy_conditions, comfy_texts, text_keys, wanted_conditions

@@ -21,11 +21,11 @@ from ..config.job import JobConfig, Resume, differing_keys, job_to_dict, make_jo
 from ..config.model import holds_copies
 from ..config.setting import requested
 from ..data.samples import dataset_fingerprint
-from ..encoding.encode import never
 from ..encoding.key import settings_fingerprint
 from ..parallel.placement import Placement
 from ..quantization.quantize import ROUNDINGS
 from ..runs.record import read_record
+from ..system.stopping import never
 from ..training.loop import checkpoint_folder
 from ..training.state import (
     DamagedCheckpoint,

@@ -22,8 +22,7 @@ from devicebridge.checkpoints.lora_start import read_start
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import load_job
 from devicebridge.data.video import read_frames
-from devicebridge.encoding.encode import fill
-from devicebridge.encoding.sources import FolderTexts
+from devicebridge.encoding.sources import FolderTexts, fill
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import ModelFamily
 from devicebridge.jobs.checked_job import JobPlan

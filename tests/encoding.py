@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from devicebridge.data.image import ImageRequest
-from devicebridge.encoding.encode import fill
-from devicebridge.encoding.sources import FolderLatents, FolderTexts
+from devicebridge.encoding.sources import FolderLatents, FolderTexts, fill
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.spec import (
     BlockList,

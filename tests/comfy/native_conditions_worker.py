@@ -17,7 +17,7 @@ from devicebridge.config.job import make_job
 from devicebridge.data.folders import scan_folders
 from devicebridge.encoding.comfy_data import read_conditioning, read_pairs, save_encoded
 from devicebridge.encoding.comfy_sources import ComfyConditions
-from devicebridge.encoding.encode import fill
+from devicebridge.encoding.sources import fill
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.conditions import WAYS

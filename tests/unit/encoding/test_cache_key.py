@@ -18,9 +18,8 @@ from devicebridge.data.image import ImageRequest, SoundRequest
 from devicebridge.data.samples import Condition
 from devicebridge.encoding import key as key_module
 from devicebridge.encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts
-from devicebridge.encoding.encode import fill
 from devicebridge.encoding.key import comfy_latent_key, comfy_text_key, content_key, latent_key, text_key
-from devicebridge.encoding.sources import FolderTexts
+from devicebridge.encoding.sources import FolderTexts, fill
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import TextEncoderSpec

@@ -9,7 +9,7 @@ import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.data.samples import Condition, Sample
 from devicebridge.encoding.comfy_sources import ComfyConditions
-from devicebridge.encoding.encode import fill
+from devicebridge.encoding.sources import fill
 from devicebridge.encoding.store import CacheStore
 from devicebridge.tests.clips import COLOURS, save_clip
 from devicebridge.training.batches import CachedSamples

@@ -11,12 +11,12 @@ import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.data.video import read_frames
 from devicebridge.encoding import sources
-from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, prepare_text
 from devicebridge.encoding.text_place import TextPlace
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import LatentSpec, ModelFamily, TextEncoderSpec
+from devicebridge.system.stopping import Stopped
 from devicebridge.tests.clips import save_clip, save_image
 from devicebridge.tests.encoding import encode_captions, encode_images, example_family
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder

@@ -10,7 +10,7 @@ import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.comfy_data import read_tokens, token_lists
 from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts
-from devicebridge.encoding.encode import fill
+from devicebridge.encoding.sources import fill
 from devicebridge.encoding.store import CacheStore
 from devicebridge.tests.clips import save_image
 from PIL import Image

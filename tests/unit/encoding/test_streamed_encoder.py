@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.encoding import text_weights
-from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
 from devicebridge.encoding.text_place import forecast_size
@@ -20,6 +19,7 @@ from devicebridge.encoding.text_weights import layer_list
 from devicebridge.parallel.offload import copies
 from devicebridge.parallel.offload.copies import NUM_SLOTS, CopyStreams
 from devicebridge.patches.hooks import HookSet
+from devicebridge.system.stopping import Stopped
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.encoding import encode_captions
 from devicebridge.tests.toy_encoders import copy_parts, save_each
