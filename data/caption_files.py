@@ -126,13 +126,8 @@ def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
 
 def small_picture(path: Path, side: int) -> bytes:
     """An image, or a clip's first frame, as a JPEG of at most `side` pixels along. Raises: as first_picture."""
-    return _drawn(str(path), path.stat().st_mtime_ns, side)
-
-
-@lru_cache(maxsize=1000)
-def _drawn(path: str, changed: int, side: int) -> bytes:
     data = io.BytesIO()
-    first_picture(Path(path), side, MOST_SHOWN).save(data, format="JPEG", quality=80)
+    first_picture(path, side, MOST_SHOWN).save(data, format="JPEG", quality=80)
     return data.getvalue()
 
 
