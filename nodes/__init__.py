@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 
 from .. import compat
 from ..system.telling import EscapedLogs
-from .caption_images import ImagesToCaption, WriteCaptions
 from .captions import CacheCaptionsAndLatents
-from .dataset import DatasetFromLatents, TrainingDatasetNode
+from .dataset import DatasetFromLatents, ImagesToCaption, TrainingDatasetNode, WriteCaptions
 from .host import ComfyAPI, ComfyExtension, io
 from .load import LoadModelForTraining, Quantize
 from .ring_lse import RingLseFix
