@@ -13,7 +13,6 @@ FLUX = NativeModel(
     path="comfy.ldm.flux.model.Flux",
     block_lists=("double_blocks", "single_blocks"),
     replace_keys={"double_block": "double_blocks", "single_block": "single_blocks"},
-    control_keys=("input", "output"),
     patches_inside=_SELF_ATTENTION,
     note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
     fused_attention=("single_blocks.*.linear1", "single_blocks.*.linear2"),
@@ -51,8 +50,6 @@ QWEN_IMAGE = NativeModel(
     block_lists=("transformer_blocks",),
     tail=("norm_out", "proj_out"),
     replace_keys={"double_block": "transformer_blocks"},
-    control_keys=("input",),
-    patches_between={"double_block": ("img", "txt", "x")},
     patches_inside=("attn1_patch",),
     note="blocks return text first; with references at timestep zero their modulation has twice the batch",
     tensor=plan(
@@ -67,7 +64,6 @@ SD3 = NativeModel(
     path="comfy.ldm.modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",
     block_lists=("joint_blocks",),
     replace_keys={"double_block": "joint_blocks"},
-    control_keys=("output",),
     note="SD3 and SD3.5; the last block returns no context",
     # the context's last block has neither projection nor MLP
     tensor=plan(
@@ -83,7 +79,6 @@ SD3 = NativeModel(
 NEXT_DIT = NativeModel(
     path="comfy.ldm.lumina.model.NextDiT",
     block_lists=("layers",),
-    patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
     front_parameters=("x_pad_token", "cap_pad_token", "siglip_pad_token"),
     note="Lumina 2 and Z-Image; the refiners stay on the main device; a patch may write to its img and txt in place",
     # Lumina 2 has fewer heads of keys and values, Z-Image as many
@@ -143,7 +138,6 @@ CASCADE_C = NativeModel(
     block_lists=(*_DOWN, *_UP),
     tail=("clf",),
     transport="relay",
-    control_keys=("input",),
     optional=(*_DOWN[2:], *_UP[2:]),
     # No plan for divided blocks: most of them are convolutions.
     note="Stable Cascade; between levels, and before the way up's skips, the stream is resized on the main device",
@@ -163,7 +157,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("transformer_blocks",),
         tail=("norm_out", "proj_out"),
         replace_keys={"single_block": "transformer_blocks"},
-        patches_between={"single_block": ("img", "x")},
         patches_inside=("attn1_patch",),
         is_sequential=True,
         evidence="outside",
@@ -199,13 +192,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("input_blocks", "middle_block", "output_blocks"),
         tail=("out", "id_predictor"),
         transport="relay",
-        control_keys=("input", "middle", "output"),
-        patches_between={
-            "input_block_patch": (),
-            "input_block_patch_after_skip": (),
-            "middle_block_after_patch": ("h", "x", "emb", "context", "y", "timesteps"),
-            "output_block_patch": (),
-        },
         patches_inside=(*_SELF_ATTENTION, "middle_patch", "attn2_patch", "attn2_output_patch"),
         hooks_children=True,
         optional=("middle_block",),
@@ -216,7 +202,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     dataclasses.replace(
         CASCADE_C,
         path="comfy.ldm.cascade.stage_b.StageB",
-        control_keys=(),
         note="Stable Cascade's second model; the levels of the way up run their blocks several times",
     ),
     NEXT_DIT,
@@ -374,7 +359,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         path="comfy.ldm.hydit.models.HunYuanDiT",
         transport="relay",
         replace_keys={"double_block": "blocks"},
-        control_keys=("output",),
         note="HunyuanDiT; a ControlNet is added to a skip, and the two are on different cards otherwise",
         # skip_linear takes the stream and a skip, normalised together, and gives half as much
         tensor=plan(
@@ -392,7 +376,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
     dataclasses.replace(
         FLUX,
         path="comfy.ldm.hunyuan3d.model.Hunyuan3Dv2",
-        control_keys=(),
         note="Hunyuan3D 2; FLUX's blocks without positions",
     ),
     NativeModel(

@@ -41,11 +41,8 @@ class NativeModel:
     transport: Transport = "stream"
     # Name in the keys (name, index) of patches_replace["dit"] -> block list that index counts in.
     replace_keys: Mapping[str, str] = field(default_factory=dict)
-    control_keys: tuple[str, ...] = ()  # of the `control` dict, whose lists are read between blocks
-    # Name in transformer_options["patches"] that the class calls between two blocks -> the keys of the dict it passes
-    # that hold tensors, the stream first; others are on the main device. () for a patch called with positional tensors.
-    patches_between: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    patches_inside: tuple[str, ...] = ()  # names that are called inside blocks, with tensors on the block's card
+    # Names in transformer_options["patches"] that are called inside blocks, with tensors on the block's card.
+    patches_inside: tuple[str, ...] = ()
     # Parameters held by the model itself, or by a module around its blocks. Those read before the blocks alone stay on
     # the main device, those read behind them alone go where the tail is. Any other could be needed on two cards.
     front_parameters: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ WAN_MODEL = NativeModel(
     path="comfy.ldm.wan.model.WanModel",
     tail=("head",),
     replace_keys={"double_block": "blocks"},
-    patches_between={"double_block": ("img", "x", "vec")},
     patches_inside=("attn1_patch", "attn2_patch"),
     text_modules=("cross_attn.k*", "cross_attn.v*"),
     is_joint=False,

@@ -1,8 +1,8 @@
 """ComfyUI's own model classes, tiny and with random weights: a split forward is bit for bit the unsplit one on the CPU,
 with the transport its row says. Cases of test_native_families.py.
 
-What a host does around a forward is done here in the plainest way (`_Split`), so that a row's facts (control_keys,
-replace_keys, patches_between) are what is tested, and not the host's code. Everything runs in inference mode, as in
+What a host does around a forward is done here in the plainest way (`_Split`), so that a row's facts (such as
+replace_keys) are what is tested, and not the host's code. Everything runs in inference mode, as in
 ComfyUI.
 """
 
@@ -34,7 +34,7 @@ from devicebridge.parallel.placement import native_list, products_of
 from devicebridge.patches.hooks import HookSet, map_tensors
 from devicebridge.planning import times
 from devicebridge.tests.comfy.cases import case_of, long_case, run_cases
-from devicebridge.tests.comfy.native_cases import CASES, COUNTED, COUNTED_TOKENS, NEWER, Case
+from devicebridge.tests.comfy.native_cases import CASES, COUNTED, COUNTED_TOKENS, NEWER, PATCHES_BETWEEN, Case
 from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.placed import arrivals_noted, forward_of
 from torch import nn
@@ -78,13 +78,11 @@ class _Split:
 
     def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = map_tensors(inputs, lambda tensor: tensor.to(self.main_device))
-        for key in self.row.control_keys if inputs.get("control") else ():
-            if key in inputs["control"]:
-                inputs["control"][key] = self._residuals(inputs["control"][key])
+        for key, values in (inputs.get("control") or {}).items():
+            inputs["control"][key] = self._residuals(values)
         options = inputs["transformer_options"]
         if self.transport == "stream" and "patches" in options:
-            for name, keys in self.row.patches_between.items():
-                options["patches"][name] = [self._between(patch, keys) for patch in options["patches"][name]]
+            options["patches"] = {name: list(map(self._between, of)) for name, of in options["patches"].items()}
             replace = options["patches_replace"]["dit"]
             for (name, index), patch in replace.items():
                 replace[name, index] = self._replace(patch, f"{self.row.replace_keys[name]}.{index}")
@@ -95,10 +93,10 @@ class _Split:
         residuals.bridge = self.bridge
         return residuals
 
-    def _between(self, patch: Callable[[Any], Any], keys: Sequence[str]) -> Callable[[Any], Any]:
+    def _between(self, patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def at_the_stream(args: dict[str, Any]) -> Any:
-            lent = Borrowed({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
-            return patch({**args, **lent.value})
+            tensors = {key: each for key, each in args.items() if _is_tensor(each)}
+            return patch({**args, **Borrowed(tensors, args["img"].device).value})  # views keep their strides
 
         return at_the_stream
 
@@ -128,7 +126,7 @@ def _inputs(case: Case, row: NativeModel, *, patched: bool = False) -> dict[str,
     options = inputs.setdefault("transformer_options", {})
     options.setdefault("sigmas", torch.tensor([0.5]))
     if patched:
-        options["patches"] = {name: [_let_all_act_on_the_stream] for name in row.patches_between}
+        options["patches"] = {name: [_let_all_act_on_the_stream] for name in PATCHES_BETWEEN}
         options["patches_replace"] = {"dit": {(name, 1): _scaled for name in row.replace_keys}}
     return inputs
 
@@ -267,7 +265,7 @@ class _Runs:
         if case.class_name == "Kandinsky5":  # passes its block an argument by a name that the block does not have
             with contextlib.suppress(TypeError):
                 raise AssertionError(self.split(self.transport, 2, patched=True))
-        elif row.replace_keys or row.patches_between:
+        elif not _are_equal(self.whole(patched=True), self.whole()):
             assert self.split(self.transport, 2, patched=True), "with users' patches between blocks"
         if row.follows:
             astray = dataclasses.replace(row, follows={})  # the side list placed like any other
@@ -425,10 +423,8 @@ class _Runs:
         row, facts = self.row, _Observed(self.model, self.row, _inputs(self.case, self.row)).facts
         assert facts["in order"] and set(facts["tail"]) <= set(row.tail) and facts["tail"]
         # Pairs of a class and a stand-in for its layers, no patch to be called; in relay it sees everything at home.
-        between = [name for name in facts["between"] if name != "forward_timestep_embed_patch"]
-        found = facts["control"], facts["replace"], facts["inside"], between
-        said = row.control_keys, row.replace_keys, row.patches_inside, row.patches_between
-        assert found == tuple(map(sorted, said))
+        assert {*facts["between"]} <= {*PATCHES_BETWEEN, "forward_timestep_embed_patch"}
+        assert (facts["replace"], facts["inside"]) == (sorted(row.replace_keys), sorted(row.patches_inside))
 
     def check_last_skipped(self) -> None:
         """Chroma leaves blocks out when told to; without the last one only the tail's hooks bring the stream home."""

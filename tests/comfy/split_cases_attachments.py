@@ -27,6 +27,7 @@ from devicebridge.families.comfy.registry import find_native
 from devicebridge.nodes.host.split.attachments import guard_options
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
+from devicebridge.tests.comfy.native_cases import PATCHES_BETWEEN
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_forward import Change, _changed, _noise, compare
 from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity, scaled
@@ -466,7 +467,7 @@ def verify_stops_what_is_wrong(case: Case) -> None:
 
 # The names by which a class's code asks for patches.
 _ASKS = re.compile(r'patches\["(\w+)"\]|"(\w+)" in \w*patches\b|patches(?:", \{\}\))?\.get\("(\w+)"|"(\w+_patch)"')
-_AHEAD = {"post_input", "noise_refiner", "emb_patch"}  # of the first block
+_OUTSIDE = {"post_input", "noise_refiner", "emb_patch", *PATCHES_BETWEEN}  # of blocks
 
 
 def _asked(kind: type) -> set[str]:
@@ -483,11 +484,11 @@ def _asked(kind: type) -> set[str]:
 
 @case
 def patch_points_of_every_class(case: Case) -> None:
-    """What a class's row says of patches is what its code, and that of its modules, asks for."""
+    """What a class's row says of patches in blocks is what its code, and that of its modules, asks for."""
     for native in NATIVE_CASES:
         model = native.build()
         row = find_native(type(model))
         assert row is not None
-        found = set[str]().union(*(_asked(type(module)) for module in model.modules())) - _AHEAD
-        said = {*row.patches_inside, *row.patches_between}
-        case.check(f"{native.name}", found == said, f"asked for {sorted(found)}, said {sorted(said)}")
+        found = set[str]().union(*(_asked(type(module)) for module in model.modules())) - _OUTSIDE
+        said = row.patches_inside
+        case.check(f"{native.name}", found == {*said}, f"asked for {sorted(found)}, said {sorted(said)}")

@@ -44,7 +44,6 @@ def test_a_row_is_complete(row: NativeModel) -> None:
     assert not set(row.block_lists) & set(row.tail)
     named = {*row.replace_keys.values(), *row.follows, *row.optional, *(each.main for each in row.follows.values())}
     assert named <= set(row.block_lists) and {"transformer_options", "control"} <= set(row.passed_by)
-    assert all(keys == () or keys[0] in {"img", "h"} for keys in row.patches_between.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
