@@ -14,7 +14,6 @@ from torch import nn
 from .checkpoints.checkpoint import CheckpointInfo
 from .checkpoints.load import load_through_cache, load_transformer
 from .config.model import Strategy, has_stages, holds_copies, shares_rows
-from .families.comfy.token_plans import plan_of
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
 from .parallel.local.bridge import BlockSplit, Recompute, apply_block_split
@@ -121,8 +120,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     #    Of a recomputed block the rows are cut and gathered again, so these hooks come before checkpointing.
     whole = None
     if placement.row_shares:
-        native, devices = info.family.native, placement.replicas
-        tokens = plan_of(native) if native else None
+        native, tokens, devices = info.family.native, info.family.token_plan, placement.replicas
         assert native is not None and tokens is not None, "others are refused"
         rows = TokenParallel(models, devices, tokens, placement.row_shares)
         rows.attach()

@@ -69,7 +69,8 @@ from native_split import (  # starts ComfyUI; torch comes after it  # isort: ski
 )
 
 import torch
-from devicebridge.families.comfy.token_plans import TOKEN_PLANS
+from devicebridge.families.comfy import registry
+from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import deriving as deriving_module
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tensor as tensor_module
@@ -453,15 +454,16 @@ def derived(models: Models) -> dict[str, Any]:
         return row
 
     own = deriving_module.find_rows
-    with mock.patch.dict(TOKEN_PLANS), mock.patch.object(deriving_module, "find_rows", find_rows):
-        row = TOKEN_PLANS.pop(models.shape.class_name)
+    row = registry.find_native(type(models.one.model.diffusion_model))
+    undescribed = mock.patch.dict(registry._BY_CLASS, {row.path: replace(row, tokens=TokenPlan({}))})
+    with undescribed, mock.patch.object(deriving_module, "find_rows", find_rows):
         model = models.split("tokens")
         with contextlib.suppress(OSError):
             deriving_module.rows_of(models.one.model.diffusion_model).path.unlink()  # of an earlier run
         report["first_s"] = sample(model, work).until_first_step_s
         turns["derived"] = sample(model, work)
     models.drop("tokens")
-    report["rows"] = {"written": written(row), **{f"derived in {s:.2f} s": written(each) for s, each in found}}
+    report["rows"] = {"written": written(row.tokens), **{f"derived in {s:.2f} s": written(each) for s, each in found}}
     for name, turn in turns.items():
         report[name] = {"s_per_step": turn.step_s, "equal": _difference(turns[_ONE].latents, turn.latents)}
     say(f"    {report}")

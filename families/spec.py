@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .tensor_plan import TensorPlan
+from .token_plan import TokenPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -192,6 +193,9 @@ class Variant:
         return self.condition == "first_frame"
 
 
+_NO_TOKENS_OF_DIFFUSERS = (
+    "nobody has described where the tokens of diffusers' class are; train ComfyUI's class of the model"
+)
 UNKNOWN_TEXT = 512  # tokens of a caption that nobody has encoded yet
 
 
@@ -329,6 +333,7 @@ class ModelFamily:
     encode_latents: Callable[[Any, Tensor], Tensor]
     # (vae, normalised latents [B, C, F, H, W]) -> pixels [B, 3, F, height, width]
     decode_latents: Callable[[Any, Tensor], Tensor]
+    comfy: ComfyInputs  # how ComfyUI's classes read what its encoders make
     # (vae, pixels) -> what goes beside noisy latents, [B, C', F, H, W], float32
     encode_condition: Callable[[Any, Tensor], Tensor] | None = None
     # Modules before the blocks, and which of the tensors they return the model's own forward mixes into the stream
@@ -344,12 +349,21 @@ class ModelFamily:
     prediction_target: str = "velocity"
     # How its blocks are divided among devices that all compute each of them, a plan per class of block.
     tensor: tuple[TensorPlan, ...] = ()
-    comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
     # Of a family that is one of ComfyUI's own classes: where its blocks are, and who builds and calls it. Such a family
     # has the names of that class and no others, and no functions of its own.
     native: NativeModel | None = None
     host: HostModel | None = None
     sampling: SamplingSpec | None = None  # how pictures are drawn while it trains; likewise
+
+    @property
+    def token_plan(self) -> TokenPlan | None:
+        """Where its rows (tokens) are, for devices that share them out."""
+        return self.native.token_plan if self.native else None
+
+    @property
+    def why_no_tokens(self) -> str:
+        """Why devices cannot share out the rows of a sample; "" if they can."""
+        return self.native.why_no_tokens if self.native else _NO_TOKENS_OF_DIFFUSERS
 
     def variant(self, name: str) -> Variant:
         """The one of this name. Users' names are looked up by registry.find_variant."""

@@ -71,12 +71,8 @@ class ReadJob:
 
     @property
     def reader(self) -> ComfyReader:
-        """Reads what ComfyUI's own encoders left, as this model takes it.
-        Raises: ValueError for a family without a description of ComfyUI's inputs."""
+        """Reads what ComfyUI's own encoders left, as this model takes it."""
         family = self.family
-        if family.comfy is None:
-            found = f"{family.title} cannot be trained on what ComfyUI's encoders make"
-            raise ValueError(f"{found}; leave them unconnected")
         return ComfyReader(family.comfy, self.info.config, family.latent_of(self.variant), self.variant.name)
 
     @property

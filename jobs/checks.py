@@ -82,8 +82,7 @@ def check_tools(plan: JobPlan) -> None:
 
 def _check_samples(plan: JobPlan) -> None:
     """Raises: ValueError for pictures that cannot be drawn, naming the setting."""
-    needs = () if plan.family.comfy is None else plan.family.comfy.needs
-    reason = "" if plan.family.host is None else " and ".join(needs) or plan.job.data.condition
+    reason = "" if plan.family.host is None else " and ".join(plan.family.comfy.needs) or plan.job.data.condition
     if reason:
         raise ValueError(f"samples.prompts: {plan.family.title} is given {reason} beside a prompt; remove them")
     if plan.family.latent_of(plan.variant).audio_rows:
@@ -155,15 +154,13 @@ def _check_encoders(plan: JobPlan) -> None:
     if plan.family.host is not None and not (cache.has_stock_text and cache.has_stock_latents):
         wanted = "give its CLIP and VAE to cache.stock_clip and cache.stock_vae"
         raise ValueError(f"{plan.family.title} is trained on what ComfyUI's own encoders make: {wanted}")
-    if cache.has_stock_text or cache.has_stock_latents:
-        _ = plan.reader
     if cache.has_stock_latents:
         refuse_condition(plan.variant)
     if not cache.has_stock_text:
         folder = plan.component_folder(cache.text_encoders, "text_encoders")
         check_text_device(cache.text_device, plan.variant.text_encoders, folder, cache.text_quantize)
         comfy, config = plan.family.comfy, with_defaults(plan.family, plan.info.config)
-        keys = {} if comfy is None else {comfy.states: comfy.width, comfy.pooled: comfy.pooled_width}
+        keys = {comfy.states: comfy.width, comfy.pooled: comfy.pooled_width}
         for spec in plan.variant.text_encoders:
             width = int(config[keys[spec.output]]) if spec.output in keys else None  # where the family says it
             check_encoder(spec, folder, width)
@@ -176,10 +173,10 @@ def _check_encoders(plan: JobPlan) -> None:
 def _check_vae(plan: JobPlan, path: Path) -> None:
     """Raises: ValueError naming a VAE of another family, of other latents than the model takes, or a file cut short."""
     family, config, published = plan.family, plan.info.config, plan.variant.vae_config
-    cells = family.comfy.cells_per_token if family.comfy else 1
     own = published.get("latent_channels") or published.get("z_dim")
     patch = family.latent_of(plan.variant).channels // own if own else 1
-    channels = (config.get("out_channels") or config["in_channels"]) // cells // patch  # before they are packed
+    patch *= family.comfy.cells_per_token
+    channels = (config.get("out_channels") or config["in_channels"]) // patch  # before they are packed
     check_vae(family, plan.variant, path, channels)
 
 

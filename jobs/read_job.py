@@ -26,7 +26,6 @@ from ..encoding.comfy_data import EncodedPair, load_encoded
 from ..families.comfy import inputs
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.text_sizes import CLIP_PARTS
-from ..families.comfy.token_plans import plan_of
 from ..families.spec import LatentSpec, Variant
 from ..parallel.local.tokens import RowsError
 from ..planning.costs import latent_shape_of, sharing_rows
@@ -90,9 +89,8 @@ def _longest_text(read: ReadJob) -> SampleText | None:
     entry = (store.get(masked) if masked and is_known else None) or {}
     tensors |= {name: each for name, each in entry.items() if name == inputs.NOISE_MASK}
     sounds = [each.sound for each in read.encoded]  # beside videos
-    if comfy := read.family.comfy:
-        heard = [each.sound for each in read.samples if each.sound and each.frames]
-        sounds += [tuple(side or each.cells for side in comfy.sound) for each in heard]
+    heard = [each.sound for each in read.samples if each.sound and each.frames]
+    sounds += [tuple(side or each.cells for side in read.family.comfy.sound) for each in heard]
     if sound := max(sounds, key=math.prod, default=()):
         tensors[f"{inputs.STREAM}1"] = torch.empty(0, *sound)
     return SampleText(tensors) if tensors else None
@@ -178,13 +176,13 @@ def _of_own_rows(read: ReadJob) -> ReadJob:
     native = family.native
     if native is None or strategy is None or not shares_rows(strategy):
         return read
-    if all(each == plan_of(native) for each in native.derived_rows.values()):
+    if all(each == native.token_plan for each in native.derived_rows.values()):
         return read
     height, width, frames = _largest(read)
     shape = latent_shape_of(read.info, read.variant, (height, width), frames)
     dtype = getattr(torch, read.job.model.dtype)
     work = Work(shape, read.job.train.batch_size, dtype, None, read.job.lora, _longest_text(read), (1.0, 1.0))
-    model, plan = make_empty_transformer(read.info), plan_of(native)
+    model, plan = make_empty_transformer(read.info), native.token_plan
     try:
         with sharing_rows(work, model, family):
             forward_on_meta(model, read.info, read.variant, work)
@@ -216,7 +214,6 @@ def _refuse_condition(read: ReadJob) -> None:
     job, family, name = read.job, read.family, read.job.data.condition
     if not name:
         return
-    assert family.comfy is not None
     channels = family.latent_of(read.variant).channels
     names_vision = bool(job.cache.stock_vision or job.cache.vision_source)
     reason = way_problem(name, family.transformer_class, channels, family.comfy.beside)
@@ -299,8 +296,8 @@ def refuse_text_encoders(job: JobConfig, info: CheckpointInfo) -> None:
     """Raises: ValueError for a model without text encoders that can be trained, or a job that does not name them."""
     if not job.lora.text_encoder:
         return
-    host, comfy = info.family.host, info.family.comfy
-    if host is None or not host.text_class or (comfy is not None and comfy.needs):
+    host = info.family.host
+    if host is None or not host.text_class or info.family.comfy.needs:
         found = f"{info.family.title} ({(info.variant or info.family.variants[0]).name})"
         raise ValueError(f"lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, and this is {found}; remove it")
     if not job.cache.stock_clip:

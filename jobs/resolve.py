@@ -23,7 +23,6 @@ from ..config.job import JobConfig, ModelConfig, ModelScheme
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..data.samples import TrainingSample
 from ..families.comfy.native import NativeModel
-from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, why_no_tokens
 from ..parallel.devices import CPU, device_title, find_device, find_devices, free_bytes, has_bf16, has_fp16
 from ..parallel.placement import Placement
 from ..parallel.ranks.group import Ranks
@@ -181,9 +180,10 @@ def in_type_of_cards(resolved: Resolution, info: CheckpointInfo, ranks: Ranks) -
 
 def _refuse_without_rows(subject: Subject) -> None:
     """Raises: ValueError if devices cannot compute a microbatch of this model together."""
-    native, without = subject.info.family.native, f'{NO_TOKENS_OF_DIFFUSERS}, or set it to "auto"'
-    if fault := why_no_tokens(native.class_name, native.derived_rows) if native else without:
-        raise ValueError(f'parallel.strategy = "tokens" was asked for, but {fault}')
+    family = subject.info.family
+    if fault := family.why_no_tokens:
+        helps = ', or set it to "auto"' * (family.native is None)
+        raise ValueError(f'parallel.strategy = "tokens" was asked for, but {fault}{helps}')
 
 
 def _first_of(job: JobConfig, devices: Sequence[torch.device], without: Collection[Strategy] = ()) -> Setting:

@@ -17,7 +17,7 @@ from ..config.model import Strategy, shares_rows
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
-from .block_lists import block_fqns, placed_blocks
+from .block_lists import block_fqns, members
 
 Stage = TypeVar("Stage")
 
@@ -137,8 +137,6 @@ def check_kept_and_offloaded(kept_blocks: Sequence[int], offloaded_blocks: Seque
 
 def block_names(model: nn.Module, family: ModelFamily) -> tuple[str, ...]:
     """fqns of all blocks in execution order. Raises: ValueError if the model lacks one of the family's block lists."""
-    if family.native is not None:
-        return placed_blocks(model, family.native)
     return block_fqns(model, [each.name for each in family.block_lists])
 
 
@@ -294,10 +292,7 @@ def parameter_bytes(model: nn.Module, blocks: Sequence[str], element_size: int) 
 
 def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Module, BlockList]]:
     """Every block in execution order, with what its linears run over."""
-    if family.native is not None:
-        side = native_list(family.native)
-        return [(model.get_submodule(name), side) for name in block_names(model, family)]
-    return [(block, each) for each in family.block_lists for block in getattr(model, each.name)]
+    return [(block, each) for each in family.block_lists for _, block in members(model, each.name)]
 
 
 def native_list(layout: NativeModel) -> BlockList:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
-from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, plan_of, why_no_tokens
 from ..families.spec import ModelFamily, Variant, longest_text
 from ..families.token_plan import Place, segments
 from ..parallel.block_lists import parts_of_tail
@@ -108,19 +107,11 @@ class ModelCosts:
             self._known[key] = [block_flops(*each, *counts) for each in blocks]
         return self._known[key]
 
-    @functools.cached_property
-    def why_no_tokens(self) -> str:
-        """Why cards cannot share out the rows of a sample; "" if they can."""
-        native = self.family.native
-        return why_no_tokens(native.class_name, native.derived_rows) if native else NO_TOKENS_OF_DIFFUSERS
-
     def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
         """Of the keys and values of all rows of one sample, of a model that has a token plan. [num_blocks]"""
         key = "keys", bucket, frames, element_size
         if key not in self._known:
-            plan = plan_of(self.family.native) if self.family.native else None
-            assert plan is not None, "others have no token plan"
-            keys = keys_of(self.names, plan).values()
+            keys = keys_of(self.names, self.family.token_plan).values()
             self._known[key] = [
                 key_bytes(block, of_block, side, self._num_tokens(bucket, frames), element_size)
                 for of_block, (block, side) in zip(keys, blocks_with_lists(self._model, self.family), strict=True)
@@ -194,7 +185,7 @@ def sharing_rows(work: Work, model: nn.Module, family: ModelFamily) -> Iterator[
     if not (shares := work.row_shares):
         yield
         return
-    plan = plan_of(family.native) if family.native else None
+    plan = family.token_plan
     assert plan is not None, "others are refused"
     parallel = TokenParallel([model], [META], plan, shares)
     parallel.attach()

@@ -95,7 +95,7 @@ class Work:
 def with_sound(family: ModelFamily, work: Work) -> Work:
     """With the sound that the model must be given; a reference of sound is as much more sound of its own."""
     comfy, tensors = family.comfy, {} if work.text is None else work.text.tensors
-    if comfy is None or not comfy.sound:
+    if not comfy.sound:
         return work
     voices = [name for name in tensors if option_path(name)[:1] == (VOICE,)]
     own = tensors.get(f"{STREAM}1")

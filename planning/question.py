@@ -216,7 +216,7 @@ class Question:
             strategies = tuple(each for each in strategies if not holds_copies(each))
         is_uneven, native = len({*split.blocks_without_checkpointing}) > 1, self.model.family.native
         has_derived = native is not None and bool(native.derived_rows)  # which a later sample may not have
-        if is_open(strategies) and (is_uneven or has_derived or self.model.why_no_tokens):
+        if is_open(strategies) and (is_uneven or has_derived or self.model.family.why_no_tokens):
             strategies = tuple(each for each in strategies if not shares_rows(each))
         # By speed in quarters of the slowest card's; equal ones may fit where those do not.
         slowest, equal = min(card.speed for card in self.cards), (1.0,) * len(self.cards)

@@ -27,7 +27,6 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
 from ..families.comfy.native import NativeModel
-from ..families.comfy.token_plans import plan_of
 from ..families.spec import BlockList, ModelFamily, Variant
 from ..families.tensor_plan import Shares, TensorPlan
 from ..families.token_plan import TokenPlan, places, segments
@@ -280,7 +279,7 @@ class SampledModel:
         names = block_names(model, family)
         # Of families that diffusers builds text is a stream of the blocks, or attended to.
         own = "=txt+img" if any(each.is_joint for each in family.block_lists) else "=x"
-        keys = keys_of(names, plan_of(family.native)) if family.native else dict.fromkeys(names, own)
+        keys = keys_of(names, family.token_plan) if family.native else dict.fromkeys(names, own)
         blocks = tuple(
             SampledBlock(block, side, find_plan(family.tensor, block), keys[name])
             for name, (block, side) in zip(names, blocks_with_lists(model, family), strict=True)

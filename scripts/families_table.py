@@ -135,16 +135,13 @@ def _others(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
     trained = {model["class"] for model in seen.values()}
     yield "## Split for sampling, and not trained\n"
     yield from _heading("class", ["module", "split", "tensor", "tokens", "train"])
-    plans = importlib.import_module("devicebridge.families.comfy.token_plans")
-    reasons, no_tokens, written = _Reasons(), plans.NO_TOKENS, plans.TOKEN_PLANS
+    reasons = _Reasons()
     for row in rows:
         if row.class_name not in trained:
             why_not = row.refusal or row.untrained or _NOT_COMPARED
-            cells = [
-                reasons.cell(each)
-                for each in (row.refusal, _undivided(row), no_tokens.get(row.class_name, ""), why_not)
-            ]
-            if not (row.refusal or row.class_name in no_tokens or row.class_name in written):
+            no_tokens = row.no_tokens or row.refusal
+            cells = [reasons.cell(each) for each in (row.refusal, _undivided(row), no_tokens, why_not)]
+            if not (no_tokens or row.tokens.blocks):
                 cells[2] = "derived"
             yield _row(f"`{row.class_name}`", [f"`{row.path.rpartition('.')[0]}`", *cells])
     yield from ("", *reasons.lines())

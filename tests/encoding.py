@@ -47,7 +47,7 @@ def example_family(vae_class: str, vae_config: Mapping[str, Any] | None = None, 
     names = ("transformer_class", "modelspec_architecture", "ss_base_model_version")
     values |= dict.fromkeys(names, "")
     values |= dict.fromkeys(("tail", "keep_full_precision", "lora_targets", "renames"), ())
-    values |= dict.fromkeys(("make_inputs", "read_prediction", "encode_latents", "decode_latents"))
+    values |= dict.fromkeys(("make_inputs", "read_prediction", "encode_latents", "decode_latents", "comfy"))
     lists = (BlockList("blocks"),)
     return ModelFamily(
         **{"name": "example", "title": "Example", "vae_class": vae_class, "block_lists": lists, **values, **changes}

@@ -49,7 +49,6 @@ class MadeUpCosts(ModelCosts):
     """
 
     largest_linear = 0  # type: ignore[assignment]
-    why_no_tokens = "its rows are made up"  # type: ignore[assignment]
 
     def __init__(
         self, block: BlockCost, count: int = 10, halved: BlockCost | None = None, units: Sequence[float] = (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..tensor_plan import KV_HEADS, Divided, plan
 from .native import NativeModel
+from .token_plans import one, sliding_window
 
 AUDIO_MODELS: tuple[NativeModel, ...] = (
     NativeModel(
@@ -13,6 +14,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         tensor=plan(heads="*attn.to_[qkv]", back="*attn.to_out.0"),
         text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call
         is_joint=False,
+        no_tokens="its linear attention sums over all rows, and its feed-forward is a convolution",
     ),
     NativeModel(
         path="comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel",
@@ -34,6 +36,13 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         no_forecast="its forward depends on numbers of text and reference; a dry run has shapes",
         text_modules=("cross_attn.[kv]_proj",),
         is_joint=False,
+        tokens=one(
+            "hidden_states=x@1 position_embeddings.0=x@0 position_embeddings.1=x@0",
+            "self_attn=x",
+            "decoder.layers",
+            makes_mask=sliding_window,
+            passes_options=False,
+        ),
     ),
     NativeModel(
         path="comfy.ldm.audio.dit.AudioDiffusionTransformer",
@@ -56,6 +65,9 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         text_modules=("cross_attn.to_kv",),
         sample_modules=("to_scale_shift_gate.*",),
         is_joint=False,
+        tokens=one(
+            "local_add_cond=a@1 x=m?+a@1 rotary_pos_emb.0=m?+a@0", "self_attn=m?+a", "transformer.layers", out="=m?+a@1"
+        ),
     ),
     NativeModel(
         path="comfy.ldm.minimax_music.dit.MiniMaxMusic3DiT",
@@ -66,6 +78,9 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
             qkv="self_attn.to_qkv", back="self_attn.to_out", mlp="ff.ff.0.proj>ff.ff.2", num_heads="self_attn.num_heads"
         ),
         is_joint=False,
+        tokens=one(
+            "x=x@1 rotation_matrix=x@2", "self_attn=x", "diffusion_transformer.transformer.layers", passes_options=False
+        ),
     ),
     NativeModel(
         path="comfy.ldm.yue2.model.YuE2",

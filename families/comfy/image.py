@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from ..tensor_plan import QKV, Divided, plan
+from ..token_plan import BlockRows, TokenPlan
 from .native import NativeModel
+from .token_plans import after_prompt, block_causal, one
 
 _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
 
@@ -36,9 +38,20 @@ FLUX = NativeModel(
         width="hidden_size",
         attributes={"hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
     ),
+    tokens=TokenPlan(
+        {
+            "double_blocks": BlockRows(
+                "img=img@1 txt=txt@1 pe=txt+img@2", "=txt+img", "modulation_dims_img=img", out="0=img@1"
+            ),
+            "single_blocks": BlockRows("x=txt+img@1 pe=txt+img@2", "=txt+img", "modulation_dims=~txt+img"),
+        },
+        out="=txt+img@1",
+        own=("txt",),
+        control="img",
+    ),
 )
 
-CHROMA = dataclasses.replace(
+CHROMA = replace(
     FLUX,
     path="comfy.ldm.chroma.model.Chroma",
     is_sequential=True,
@@ -58,6 +71,15 @@ QWEN_IMAGE = NativeModel(
         mlp="img_mlp.net.0.proj>img_mlp.net.2 txt_mlp.net.0.proj>txt_mlp.net.2",
         gathered="*_mod.1",  # a third of the model's weights
     ),
+    tokens=one(
+        "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb=txt+img@2 encoder_hidden_states_mask=txt@1",
+        "attn=txt+img",
+        "transformer_blocks",
+        "timestep_zero_index=img",
+        out="1=img@1",
+        control="img",
+        cuts_masks=True,
+    ),
 )
 
 SD3 = NativeModel(
@@ -74,6 +96,7 @@ SD3 = NativeModel(
         gathered="*_block.adaLN_modulation.1",
         num_heads="x_block.attn.num_heads",
     ),
+    tokens=one("args.0=txt@1 args.1=x@1", "=txt+x/x", "joint_blocks", out="1=x@1", control="x"),
 )
 
 NEXT_DIT = NativeModel(
@@ -92,6 +115,7 @@ NEXT_DIT = NativeModel(
         num_heads="attention.n_local_heads",
         num_kv_heads="attention.n_local_kv_heads",
     ),
+    tokens=one("x=x@1 freqs_cis=x@1", "attention=x", "layers", "timestep_zero_index=x"),
 )
 
 OMNIGEN_2 = NativeModel(
@@ -109,6 +133,7 @@ OMNIGEN_2 = NativeModel(
         num_kv_heads="attn.kv_heads",
     ),
     sample_modules=("*norm?.linear",),
+    tokens=one("hidden_states=x@1 image_rotary_emb=x@1", "attn=x", "layers"),
 )
 
 PIXEL_DIT = NativeModel(
@@ -129,6 +154,7 @@ PIXEL_DIT = NativeModel(
     ),
     text_modules=("attn.*_y", "mlp_y.*"),
     is_joint=False,
+    tokens=one("x=x@1 y=y@1 pos_img=x@0 pos_txt=y@0", "attn=y+x", "patch_blocks", out="0=x@1"),
 )
 
 _DOWN, _UP = (tuple(f"{name}.{level}" for level in range(4)) for name in ("down_blocks", "up_blocks"))
@@ -141,12 +167,13 @@ CASCADE_C = NativeModel(
     optional=(*_DOWN[2:], *_UP[2:]),
     # No plan for divided blocks: most of them are convolutions.
     note="Stable Cascade; between levels, and before the way up's skips, the stream is resized on the main device",
+    no_tokens="it is made of convolutions",
 )
 
 IMAGE_MODELS: tuple[NativeModel, ...] = (
     FLUX,
     CHROMA,
-    dataclasses.replace(
+    replace(
         CHROMA,
         path="comfy.ldm.chroma_radiance.model.ChromaRadiance",
         tail=("nerf_image_embedder", "nerf_blocks", "nerf_final_layer", "nerf_final_layer_conv"),
@@ -171,9 +198,10 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             features_back="img_mlp.out/img_mlp",
         ),
         note="blocks are handed an attention function that holds masks, or keys and values kept from the first step",
+        tokens=one("x=x@1 pe=x@1", "attn=x", "transformer_blocks", "prefix_len=x", changes={"attn_fn": block_causal}),
     ),
-    dataclasses.replace(QWEN_IMAGE, path="comfy.ldm.mage_flow.model.MageFlowTransformer2DModel"),
-    dataclasses.replace(
+    replace(QWEN_IMAGE, path="comfy.ldm.mage_flow.model.MageFlowTransformer2DModel"),
+    replace(
         QWEN_IMAGE,
         path="comfy.ldm.lens.model.LensTransformer2DModel",
         patches_inside=(),
@@ -184,9 +212,17 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             gathered="*_mod.1",
         ),
         is_joint=False,
+        tokens=one(
+            "hidden_states=img@1 encoder_hidden_states=txt@1 freqs_cis=img+txt@2 attention_mask=img+txt@3",
+            "attn=img+txt",
+            "transformer_blocks",
+            out="1=img@1",
+            control="img",
+            cuts_masks=True,
+        ),
     ),
     SD3,
-    dataclasses.replace(SD3, path="comfy.ldm.modules.diffusionmodules.mmdit.MMDiT"),
+    replace(SD3, path="comfy.ldm.modules.diffusionmodules.mmdit.MMDiT"),
     NativeModel(
         path="comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel",
         block_lists=("input_blocks", "middle_block", "output_blocks"),
@@ -197,17 +233,16 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         optional=("middle_block",),
         # No plan for divided blocks: most of them are convolutions.
         note="skips of the way down are joined on the way up; a control that does not fit is skipped without an error",
+        no_tokens="it is made of convolutions",
     ),
     CASCADE_C,
-    dataclasses.replace(
+    replace(
         CASCADE_C,
         path="comfy.ldm.cascade.stage_b.StageB",
         note="Stable Cascade's second model; the levels of the way up run their blocks several times",
     ),
     NEXT_DIT,
-    dataclasses.replace(
-        NEXT_DIT, path="comfy.ldm.lumina.model.NextDiTPixelSpace", tail=("dec_net",), ends_on_main_device=True
-    ),
+    replace(NEXT_DIT, path="comfy.ldm.lumina.model.NextDiTPixelSpace", tail=("dec_net",), ends_on_main_device=True),
     NativeModel(
         path="comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
         block_lists=("double_stream_blocks", "single_stream_blocks"),
@@ -228,6 +263,17 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         no_forecast="its experts are chosen by the numbers that they compute with",
         text_modules=("*_t", "*.ff_t.*"),
         routed_modules={"*.experts.*": 0.5},  # two of four
+        tokens=TokenPlan(
+            {
+                "double_stream_blocks": BlockRows(
+                    "image_tokens=img@1 text_tokens=txt@1 rope=img+txt@1", "block.attn1=img+txt"
+                ),
+                "single_stream_blocks": BlockRows("image_tokens=img+txt@1 rope=img+txt@1", "block.attn1=img+txt"),
+            },
+            out="",
+            tail="final_layer=img@1",
+            whole=("txt",),  # each block's own states of the text are joined to it between blocks
+        ),
     ),
     NativeModel(
         path="comfy.ldm.aura.mmdit.MMDiT",
@@ -246,14 +292,23 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             num_heads="attn.n_heads",
         ),
         text_modules=("mlpC.*",),
+        tokens=TokenPlan(
+            {
+                "double_layers": BlockRows("c=txt@1 x=img@1", "attn=txt+img"),
+                "single_layers": BlockRows("cx=txt+img@1", "attn=txt+img"),
+            },
+            out="=txt+img@1",
+            own=("txt",),
+        ),
     ),
     NativeModel(
         path="comfy.ldm.pixart.pixartms.PixArtMS",
         # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.
         note="PixArt alpha and sigma; the forward knows no patches at all",
+        tokens=one("x=x@1", "attn=x", passes_options=False),
     ),
     OMNIGEN_2,
-    dataclasses.replace(
+    replace(
         OMNIGEN_2,
         path="comfy.ldm.boogu.model.BooguTransformer2DModel",
         block_lists=("double_stream_layers", "single_stream_layers"),
@@ -273,6 +328,17 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             + OMNIGEN_2.tensor
         ),
         text_modules=("instruct_*", "*.instruct_*"),
+        tokens=TokenPlan(
+            {
+                "double_stream_layers": BlockRows(
+                    "img_hidden_states=img@1 instruct_hidden_states=txt@1 joint_rotary_emb=txt+img@1 "
+                    "img_rotary_emb=img@1",
+                    "img_instruct_attn.processor=txt+img img_self_attn=img",
+                ),
+                "single_stream_layers": BlockRows("hidden_states=txt+img@1 image_rotary_emb=txt+img@1", "attn=txt+img"),
+            },
+            out="=txt+img@1",
+        ),
     ),
     NativeModel(
         path="comfy.ldm.joyimage.model.JoyImageTransformer3DModel",
@@ -287,6 +353,12 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             num_heads="attn.num_attention_heads",
         ),
         is_joint=False,
+        tokens=one(
+            "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb=img@1",
+            "attn=img+txt",
+            "double_blocks",
+            out="0=img@1",
+        ),
     ),
     NativeModel(
         path="comfy.ldm.krea2.model.SingleStreamDiT",
@@ -300,6 +372,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             mlp="mlp.gate,mlp.up>mlp.down",
             num_kv_heads="attn.kvheads",
         ),
+        tokens=one("x=x@1 freqs=x@2", "attn=x", counts="timestep_zero_index=x"),
     ),
     NativeModel(
         path="comfy.ldm.ernie.model.ErnieImageModel",
@@ -312,6 +385,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             mlp="mlp.gate_proj,mlp.up_proj>mlp.linear_fc2",
             num_heads="self_attention.heads",
         ),
+        tokens=one("x=x@1 rotary_pos_emb=x@1", "self_attention=x", "layers", passes_options=False),
     ),
     NativeModel(
         path="comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel",
@@ -323,6 +397,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             gathered="adaln_modulation",
             num_heads="attention.num_heads",
         ),
+        tokens=one("x=x@1 freqs_cis=x@1", "attention=x", "layers"),
     ),
     NativeModel(
         path="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
@@ -337,6 +412,17 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         reads_first=("reference_latents",),
         # No plan for divided blocks: they return keys and values, of which a card would have some heads only.
         note="keys and values of the prompt stay on each block's card from step to step",
+        tokens=TokenPlan(
+            {
+                "language_model.layers": BlockRows(
+                    "x=x@1 freqs_cis.0=x@1 freqs_cis.1=x@1 freqs_cis.2=x@1",
+                    "self_attn=x",
+                    changes={"optimized_attention": after_prompt},
+                    refused=("past_key_value",),
+                )
+            },
+            out="0=x@1",
+        ),
     ),
     NativeModel(
         path="comfy.ldm.sensenova.model.SenseNovaU15",
@@ -347,13 +433,14 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         note="see refusal; the prompt is run through the layers before sampling, outside of any forward, as well",
     ),
     PIXEL_DIT,
-    dataclasses.replace(
+    replace(
         PIXEL_DIT,
         path="comfy.ldm.pixeldit.pid.PidNet",
         tail=(*PIXEL_DIT.tail, "pit_lq_gate"),
         transport="relay",
         note="a gate on the main device mixes the low resolution into the stream before blocks",
         untrained="it draws a larger picture of a small one, and no dataset here holds both",
+        tokens=replace(PIXEL_DIT.tokens, between="lq_proj.gate_modules=x@1"),
     ),
     NativeModel(
         path="comfy.ldm.hydit.models.HunYuanDiT",
@@ -372,11 +459,22 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         ),
         text_modules=("attn2.kv_proj",),
         is_joint=False,
+        tokens=one(
+            "x=x@1 skip=x@1 freq_cis_img.0=x@0 freq_cis_img.1=x@0", "attn1=x", control="x", passes_options=False
+        ),
     ),
-    dataclasses.replace(
+    replace(
         FLUX,
         path="comfy.ldm.hunyuan3d.model.Hunyuan3Dv2",
         note="Hunyuan3D 2; FLUX's blocks without positions",
+        tokens=TokenPlan(
+            {
+                "double_blocks": BlockRows("img=img@1 txt=txt@1", "=txt+img"),
+                "single_blocks": BlockRows("x=txt+img@1", "=txt+img"),
+            },
+            out="=txt+img@1",
+            own=("txt",),
+        ),
     ),
     NativeModel(
         path="comfy.ldm.hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain",
@@ -385,6 +483,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         # No plan for divided blocks: attention joins q, k and v before it takes heads, so that a head has parts of all.
         # The MLPs alone would not pay.
         note="Hunyuan3D 2.1; skips are arguments of the later blocks; the forward swaps the halves of a batch",
+        tokens=one("hidden_states=x@1 skip_tensor=x@1", "attn1=x", passes_options=False),
     ),
     NativeModel(
         path="comfy.ldm.triposplat.model.LatentSeqMMFlowModel",
@@ -392,5 +491,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         transport="relay",
         # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.
         note="TripoSplat; before every block a module on the main device makes its rotary table from the stream",
+        tokens=one("x=x@1 rotary_emb=x@1", "attn=x"),
     ),
 )

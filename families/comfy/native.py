@@ -13,6 +13,8 @@ from ..tensor_plan import TensorPlan
 from ..token_plan import TokenPlan
 
 Transport = Literal["stream", "relay"]
+# Arguments and dict keys that are not entered when tensors are moved: all share and change these objects.
+PASSED_BY = ("transformer_options", "control")
 # "run": tests build the class from an installed ComfyUI. "outside": it is in no ComfyUI that the tests have; its public
 # source was run once beside 0.33.0, split and whole, bit for bit; of a class that is refused it was read.
 Evidence = Literal["run", "outside"]
@@ -57,8 +59,6 @@ class NativeModel:
     follows: Mapping[str, Follows] = field(default_factory=dict)  # block list, not placed itself -> what it follows
     optional: tuple[str, ...] = ()  # block lists that not every build of the class has
     is_sequential: bool = False  # microbatches must not interleave: blocks get fresh tensors from the main device
-    # Arguments and dict keys that are not entered when tensors are moved: all share and change these objects.
-    passed_by: tuple[str, ...] = ("transformer_options", "control")
     refusal: str = ""  # why this class cannot be split at all
     untrained: str = ""  # why this class cannot be trained though it can be split
     no_forecast: str = ""  # why a dry run, whose tensors have no numbers, cannot tell what a training of it holds
@@ -88,9 +88,9 @@ class NativeModel:
     reads_level: bool = False  # whether it reads the noise level as a number, which no tensor without numbers has
     takes_one: bool = False  # whether a forward takes one sample alone
     fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images
-    # Of the model, which use weights and are called before a forward, where they are there.
-    methods: tuple[str, ...] = ("preprocess_text_embeds",)
-    # Where its rows (tokens) are, as derived and proved here (nodes/host/split/deriving.py), by signatures of inputs.
+    tokens: TokenPlan = TokenPlan({})  # where its rows (tokens) are; without blocks if nobody described that
+    no_tokens: str = ""  # why cards cannot share out its rows, which are not derived either
+    # The rows as derived and proved here (nodes/host/split/deriving.py), by signatures of inputs.
     derived_rows: Mapping[str, TokenPlan] = field(default_factory=dict)
     # Kinds of inputs with which gradients of a class that nobody has described were proved on this machine.
     trained_inputs: tuple[str, ...] = ()
@@ -99,6 +99,17 @@ class NativeModel:
     @property
     def class_name(self) -> str:
         return self.path.rpartition(".")[2]
+
+    @property
+    def token_plan(self) -> TokenPlan | None:
+        """Where its rows are: as written, else as derived for the first inputs."""
+        return self.tokens if self.tokens.blocks else next(iter(self.derived_rows.values()), None)
+
+    @property
+    def why_no_tokens(self) -> str:
+        """Why cards cannot share out its rows; "" if they can."""
+        reason = self.no_tokens or "nobody has described where its tokens are"
+        return "" if self.token_plan else f"{self.class_name} cannot be shared out by tokens: {reason}"
 
     @property
     def can_overlap(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 
+from ..token_plan import TokenPlan
 from .audio import AUDIO_MODELS
 from .image import IMAGE_MODELS
 from .native import NativeModel
@@ -38,6 +39,8 @@ def find_native(model_class: type) -> NativeModel | None:
             path=path_of(model_class),
             transport="relay",
             tensor=(),
+            tokens=TokenPlan({}),
+            no_tokens="",
             is_derived=True,
             note=f"derived from {row.class_name} with a {', '.join(replaced)} of its own",
         )

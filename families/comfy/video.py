@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from ..tensor_plan import plan
+from ..token_plan import BlockRows, TokenPlan
 from .image import FLUX
 from .native import Follows, NativeModel
+from .token_plans import ltx_guides, one
+
+_WAN_TOKENS = one("x=x@1 freqs=x@1 e=e@1", "self_attn=x", aligned="e x")  # the 5B's e has a row per frame
 
 WAN_MODEL = NativeModel(
     path="comfy.ldm.wan.model.WanModel",
@@ -25,19 +29,21 @@ WAN_MODEL = NativeModel(
         norms=("*_attn.norm_*",),
     ),
     fps=16,
+    tokens=replace(_WAN_TOKENS, released="x"),
 )
 
-WAN_S2V = dataclasses.replace(
+WAN_S2V = replace(
     WAN_MODEL,
     path="comfy.ldm.wan.model.WanModel_S2V",
     transport="relay",
     in_place=("audio_injector",),
     note="the audio injector on the main device changes the stream after every block it knows",
+    tokens=replace(_WAN_TOKENS, out="", tail="head=x@1", between="audio_injector=x@1"),
 )
 
-WAN_SCAIL = dataclasses.replace(WAN_MODEL, path="comfy.ldm.wan.model.SCAILWanModel")
+WAN_SCAIL = replace(WAN_MODEL, path="comfy.ldm.wan.model.SCAILWanModel", tokens=_WAN_TOKENS)
 
-WAN_CAUSAL = dataclasses.replace(
+WAN_CAUSAL = replace(
     WAN_S2V,
     path="comfy.ldm.wan.ar_model.CausalWanModel",
     in_place=(),
@@ -65,6 +71,9 @@ LTXV = NativeModel(
     ),
     fps=25,  # the frame_rate that its positions are scaled by, unless a CONDITIONING says another
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
+    tokens=one(
+        "x=x@1 timestep=x@1 pe.0=x@1", "attn1=x", "transformer_blocks", changes={"self_attention_mask": ltx_guides}
+    ),
 )
 
 # Linears of a block of LTX-2 that run over text or sound: its sound has about as few tokens as its text.
@@ -72,6 +81,15 @@ LTX_SOUND = (
     *("audio_attn*", "audio_ff*", "attn2.to_k", "attn2.to_v", "audio_to_video_attn.to_k", "audio_to_video_attn.to_v"),
     *("video_to_audio_attn.to_q", "video_to_audio_attn.to_out*"),
 )
+
+_LTX_TIMES = ("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")  # with a row per frame
+_LTX_ROWS = (
+    "x.0=v@1 x.1=a@1 v_pe.0=v@1 a_pe.0=a@1 v_cross_pe.0=v@1 a_cross_pe.0=a@1",
+    *(f"{name}.data=f@1 a{name[1:]}=a@1" for name in _LTX_TIMES),
+)
+
+_COSMOS_FRAMES = "x_B_T_H_W_D=t@1 emb_B_T_D=t@1 adaln_lora_B_T_3D=t@1 extra_per_block_pos_emb=t@1 rope_emb_L_1_1_D=x@1"
+_COSMOS_ROWS = "x_B_T_H_W_D=t@2 extra_per_block_pos_emb=t@2 rope_emb_L_1_1_D=x@1"  # of patches, of one frame
 
 COSMOS_PREDICT_2 = NativeModel(
     path="comfy.ldm.cosmos.predict2.MiniTrainDIT",
@@ -83,6 +101,13 @@ COSMOS_PREDICT_2 = NativeModel(
     ),
     text_modules=("cross_attn.[kv]_proj",),
     is_joint=False,
+    tokens=one(
+        _COSMOS_FRAMES,
+        "self_attn=x",
+        aligned="t x",
+        out="=t@1",
+        one_frame=one(_COSMOS_ROWS, "self_attn=x", aligned="t x", out="=t@2"),
+    ),
 )
 
 COSMOS_1 = NativeModel(
@@ -99,12 +124,13 @@ COSMOS_1 = NativeModel(
     ),
     text_modules=("blocks.1.block.attn.to_[kv].0",),
     is_joint=False,
+    no_tokens="it adds positions of all rows between its blocks, outside of any module",
 )
 
 VIDEO_MODELS: tuple[NativeModel, ...] = (
     WAN_MODEL,
-    dataclasses.replace(WAN_MODEL, path="comfy.ldm.wan.model.CameraWanModel"),
-    dataclasses.replace(
+    replace(WAN_MODEL, path="comfy.ldm.wan.model.CameraWanModel", tokens=one("x=x@1 freqs=x@1", "self_attn=x")),
+    replace(
         WAN_MODEL,
         path="comfy.ldm.wan.model.VaceWanModel",
         block_lists=("blocks", "vace_blocks"),
@@ -112,30 +138,41 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         optional=("vace_blocks",),
         is_sequential=True,
         note="a VACE block runs after its main block and is added to it, so it must sit on the same card",
+        tokens=TokenPlan(
+            {
+                "blocks": BlockRows("x=x@1 freqs=x@1", "self_attn=x"),
+                "vace_blocks": BlockRows("c=x@1 x=x@1 kwargs.freqs=x@1", "self_attn=x"),
+            },
+            out="",
+            tail="head=x@1",  # a block of vace may follow the last main one
+        ),
     ),
     WAN_S2V,
-    dataclasses.replace(
+    replace(
         WAN_MODEL,
         path="comfy.ldm.wan.model.HumoWanModel",
         patches_inside=("attn1_patch",),
         note="audio is an argument of every block; the block calls no attn2_patch",
+        tokens=one("x=x@1 freqs=x@1 e=e@1 audio=a@1", "self_attn=x", aligned="a:16 x e"),
     ),
-    dataclasses.replace(
+    replace(
         WAN_MODEL,
         path="comfy.ldm.wan.model_animate.AnimateWanModel",
         transport="relay",
         note="a face adapter on the main device is added to the stream after every fifth block",
+        tokens=replace(WAN_S2V.tokens, between="face_adapter.fuser_blocks=x@1"),
     ),
     WAN_SCAIL,
-    dataclasses.replace(WAN_SCAIL, path="comfy.ldm.wan.model.SCAIL2WanModel"),
-    dataclasses.replace(
+    replace(WAN_SCAIL, path="comfy.ldm.wan.model.SCAIL2WanModel"),
+    replace(
         WAN_S2V,
         path="comfy.ldm.wan.model_wandancer.WanDancerModel",
         tail=("head", "head_global"),
         in_place=("music_injector",),
         note="the music injector on the main device changes the stream after every block it knows",
+        tokens=replace(WAN_S2V.tokens, tail="head=x@1 head_global=x@1", between="music_injector=x@1"),
     ),
-    dataclasses.replace(
+    replace(
         WAN_S2V,
         path="comfy.ldm.wan.model_animate2.WanAnimate2Model",
         in_place=(),
@@ -145,20 +182,35 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         ),
     ),
     WAN_CAUSAL,
-    dataclasses.replace(
+    replace(
         FLUX,
         path="comfy.ldm.hunyuan_video.model.HunyuanVideo",
         fps=24,
         note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay on the main device",
+        tokens=replace(
+            FLUX.tokens,
+            blocks={
+                **FLUX.tokens.blocks,
+                "single_blocks": replace(FLUX.tokens.blocks["single_blocks"], counts="modulation_dims=txt+img"),
+            },
+        ),
     ),
     LTXV,
-    dataclasses.replace(
+    replace(
         LTXV,
         path="comfy.ldm.lightricks.av_model.LTXAVModel",
         text_modules=LTX_SOUND,
         tail=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
         tail_parameters=("scale_shift_table", "audio_scale_shift_table"),
         note="blocks take and return (video, audio); compressed timesteps are objects with tensors in slots",
+        tokens=one(
+            " ".join(_LTX_ROWS),
+            "attn1=v audio_attn1=a audio_to_video_attn=a video_to_audio_attn=v",
+            "transformer_blocks",
+            " ".join(f"{name}.num_frames=f" for name in _LTX_TIMES),
+            out="0=v@1 1=a@1",
+            aligned="f v",
+        ),
     ),
     NativeModel(
         path="comfy.ldm.minimax.model.MiniMaxH3Model",
@@ -170,6 +222,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         clip_steps=(17, 5, 2, 5),
         reads_level=True,
         takes_one=True,
+        tokens=one("x=x@0 rope_freqs=x@1", "attn=x", counts="mod_segments=x", out="=x@0"),
     ),
     NativeModel(
         path="comfy.ldm.seedvr.model.NaDiT",
@@ -184,9 +237,10 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         ),
         text_modules=("*.txt", "*.txt.*"),
         is_joint=False,
+        no_tokens="it attends in windows over a grid of frames, rows and columns",
     ),
     COSMOS_PREDICT_2,
-    dataclasses.replace(COSMOS_PREDICT_2, path="comfy.ldm.anima.model.Anima"),
+    replace(COSMOS_PREDICT_2, path="comfy.ldm.anima.model.Anima"),
     COSMOS_1,
     NativeModel(
         path="comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
@@ -203,6 +257,12 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         ),
         text_modules=("attn.*_y", "mlp_y.*"),
         is_joint=False,
+        tokens=one(
+            "x=x@1 attn_kwargs.rope_cos=x@0 attn_kwargs.rope_sin=x@0 attn_kwargs.crop_y=crop@0",
+            "attn=x+crop",
+            out="0=x@1",
+            whole=("crop",),
+        ),
     ),
     NativeModel(
         path="comfy.ldm.kandinsky5.model.Kandinsky5",
@@ -218,6 +278,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         ),
         text_modules=("cross_attention.to_key", "cross_attention.to_value"),
         is_joint=False,
+        tokens=one("visual_embed=x@1 freqs=x@1", "self_attention=x", "visual_transformer_blocks"),
     ),
     NativeModel(
         path="comfy.ldm.prism.model.Prism",
@@ -245,5 +306,10 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
             heads="[qkv]", back="attn_out", mlp="ff_proj>ff_out", gathered="norm?.linear", num_heads="num_heads"
         ),
         sample_modules=("norm?.linear",),
+        tokens=one(
+            "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb.0=img@0 image_rotary_emb.1=img@0",
+            "=txt+img",
+            out="0=img@1",
+        ),
     ),
 )

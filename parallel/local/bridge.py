@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...families.comfy.native import PASSED_BY
 from ...families.spec import ModelFamily
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
-from ..block_lists import called_modules, parts_of_tail, transport_for
+from ..block_lists import called_modules, parts_of_tail
 from ..offload.activations import MIN_BYTES, ActivationOffload
 from ..offload.recompute import BlockCall, module_of, recompute
 from ..placement import Placement, block_names
@@ -338,8 +339,8 @@ class BlockSplit:
             placement.main_device,
             tail=parts_of_tail(model, family)[0],
             tail_device=placement.tail_device,
-            transport="stream" if family.native is None else transport_for(model, family.native),
-            passed_by=() if family.native is None else family.native.passed_by,
+            transport="stream" if family.native is None else family.native.transport,
+            passed_by=() if family.native is None else PASSED_BY,
         )
         self._kept: frozenset[nn.Module] = frozenset()
         self.offload: ActivationOffload | None = None

@@ -23,7 +23,7 @@ from ...quantization.eight_bit import quantize_weight, rotation_for
 from ...quantization.frozen_linear import FrozenLinear8
 from ...quantization.quantize import Quantizer, QuantizeSettings, empty_stored
 from ...system.stopping import alive
-from ..block_lists import called_modules, execution_order
+from ..block_lists import called_modules
 from ..offload.activations import ActivationOffload
 from ..offload.recompute import BlockCall
 from ..placement import block_names
@@ -45,15 +45,13 @@ def load_sharded(
         put_tensor(model, name, buffer.to(device))
     filler = _Filler(model, info, mesh, device, dtype, settings)
     filler.prepare()
-    native = info.family.native
-    names = block_names(model, info.family) if native is None else execution_order(model, native)
+    names = block_names(model, info.family)
     for module in (each for name in names for each in called_modules(model, info.family, name)):
         if next(module.parameters(), None) is not None:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for name in () if native is None else native.methods:
-        if hasattr(model, name):
-            register_fsdp_forward_method(model, name)
+    if hasattr(model, "preprocess_text_embeds"):  # it uses weights, and is called before a forward
+        register_fsdp_forward_method(model, "preprocess_text_embeds")
     filler.fill()
     return model.requires_grad_(False).eval()
 

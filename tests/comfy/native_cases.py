@@ -18,10 +18,8 @@ from torch import nn
 
 Inputs = dict[str, Any]
 # By these names classes call patches between blocks; any other runs in one.
-PATCHES_BETWEEN = (
-    "double_block", "single_block", "input_block_patch", "input_block_patch_after_skip", "middle_block_after_patch",
-    "output_block_patch",
-)
+PATCHES_BETWEEN = ("double_block", "single_block", "input_block_patch", "input_block_patch_after_skip",
+                   "middle_block_after_patch", "output_block_patch")
 
 
 def _leave(model: nn.Module) -> None:

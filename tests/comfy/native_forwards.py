@@ -2,8 +2,7 @@
 with the transport its row says. Cases of test_native_families.py.
 
 What a host does around a forward is done here in the plainest way (`_Split`), so that a row's facts (such as
-replace_keys) are what is tested, and not the host's code. Everything runs in inference mode, as in
-ComfyUI.
+replace_keys) are what is tested, and not the host's code. Everything runs in inference mode, as in ComfyUI.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from devicebridge.families.comfy.native import NativeModel, Transport
+from devicebridge.families.comfy.native import PASSED_BY, NativeModel, Transport
 from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
 from devicebridge.parallel.block_lists import (
     execution_order,
@@ -72,14 +71,14 @@ class _Split:
             module: self.device[name] for name in order for module in hooked_modules(model.get_submodule(name), row)
         }
         self.bridge = Bridge(
-            hooked, self.main_device, tail=tail_modules(model, row), transport=transport, passed_by=row.passed_by,
+            hooked, self.main_device, tail=tail_modules(model, row), transport=transport, passed_by=PASSED_BY,
             per_device=row.per_device,
         )  # fmt: skip
 
     def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = map_tensors(inputs, lambda tensor: tensor.to(self.main_device))
-        for key, values in (inputs.get("control") or {}).items():
-            inputs["control"][key] = self._residuals(values)
+        if control := inputs.get("control"):
+            inputs["control"] = {key: self._residuals(values) for key, values in control.items()}
         options = inputs["transformer_options"]
         if self.transport == "stream" and "patches" in options:
             options["patches"] = {name: list(map(self._between, of)) for name, of in options["patches"].items()}
@@ -367,7 +366,7 @@ class _Runs:
                     other.block.to(card)
                 shards[block] = divide_block(block, plan, shares, 0), others
             model.to(CARDS[0])
-            bridge = TensorParallel(cards, shards, passed_by=self.row.passed_by, per_device=self.row.per_device)
+            bridge = TensorParallel(cards, shards, passed_by=PASSED_BY, per_device=self.row.per_device)
             bridge.attach()
 
             def forward() -> list[torch.Tensor]:

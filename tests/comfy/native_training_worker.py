@@ -20,7 +20,7 @@ from unittest import mock
 import comfy.model_base
 import comfy.model_detection
 import comfy.supported_models
-from devicebridge.families.comfy import registry, token_plans
+from devicebridge.families.comfy import registry
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.nodes.host.split.examine import examine
 from devicebridge.tests.comfy.cases import refusal
@@ -48,7 +48,7 @@ def derived(name: str) -> dict[str, Any]:
     )
     with (
         small_adapter(), endless_memory(), other_sizes(), mock.patch.dict("os.environ", kept), ExitStack() as stack,
-        mock.patch.dict(token_plans.TOKEN_PLANS, clear=True), mock.patch.dict(registry._BY_CLASS, clear=True),
+        mock.patch.dict(registry._BY_CLASS, clear=True),
     ):  # fmt: skip
         for each in in_its_place if unseen else ():
             stack.enter_context(each)

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from devicebridge.families.comfy import registry, token_plans
+from devicebridge.families.comfy import registry
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.nodes.host.native.model import native_training, plain_attention
 from devicebridge.nodes.host.split import deriving
@@ -63,7 +63,6 @@ NEAR = 1e-5
 def nobody_described() -> Iterator[None]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.dict(token_plans.TOKEN_PLANS, clear=True),
         mock.patch.dict(registry._BY_CLASS, clear=True),
         mock.patch.dict("os.environ", {"DEVICEBRIDGE_CACHE": folder}),
     ):
@@ -483,7 +482,8 @@ def derived_examine(case: Case) -> None:
         host.unload_all()
         plan = split(host.load(name), way="tokens").model.devicebridge_split.plan
         case.check("a split has it", deriving.written(plan.tokens) in said, plan)
-    with mock.patch.dict(token_plans.TOKEN_PLANS, {"Flux": plan.tokens}):
+    row = registry._BY_CLASS["comfy.ldm.flux.model.Flux"]
+    with mock.patch.dict(registry._BY_CLASS, {row.path: replace(row, tokens=plan.tokens)}):
         near(case, "used as a written one", host.sample(split(host.load(name), way="tokens"), name), reference, NEAR)
     host.unload_all()
     with small_sizes(FAMILIES["sdxl"]):

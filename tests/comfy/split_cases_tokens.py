@@ -23,7 +23,7 @@ import torch
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
 from comfy_extras.nodes_nag import NAGuidance
-from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
+from devicebridge.families.comfy.registry import find_native
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.deriving import Cards
@@ -97,7 +97,7 @@ def tokens_shares_by_hand(case: Case) -> None:
         by_hand = tokens(host.load(name), shares=(1, 2)).model.devicebridge_split.plan.shares
     case.check("by speed, or by hand", (found, by_hand) == ((3e12, 1e12), (1, 2)), (found, by_hand))
     built = native = next(each for each in NATIVE_CASES if each.class_name == "WanModel")
-    model, plan = built.build(), TOKEN_PLANS[native.class_name]
+    model, plan = built.build(), find_native(native.model_class).tokens
     for shares in ((2, 1, 1, 3, 1, 1, 2, 1), (1,) * 8):
         worst = max(_apart(each, model(**built.inputs())) for each in _by_tokens(model, plan, built.inputs, shares)[0])
         case.check(f"eight cards {shares}", worst < NEAR, worst)
@@ -419,7 +419,7 @@ def tokens_code_before_loading(case: Case) -> None:
 @case
 def tokens_two_at_once(case: Case) -> None:
     """Attention that is led by name: two forwards end one after the other, and ComfyUI's function is there again."""
-    own, plan = ernie.optimized_attention, TOKEN_PLANS["ErnieImageModel"]
+    own, plan = ernie.optimized_attention, find_native(ernie.ErnieImageModel).tokens
     built = next(each for each in NATIVE_CASES if each.class_name == "ErnieImageModel")
     models, found = [built.build() for _ in range(2)], {}
     expected = models[0](**built.inputs())
@@ -658,9 +658,10 @@ def tokens_every_class(case: Case) -> None:
     """Each class that has a plan, in a build whose every layer changes the output: equal, with the keys of one card. In
     8 bits it is near, by a hundredth of the largest value at most, and mostly by a thousandth."""
     for native in NATIVE_CASES:
-        plan = TOKEN_PLANS.get(native.class_name)
-        if plan is None:
-            case.check(f"{native.name}: a reason", native.class_name in NO_TOKENS, native.class_name)
+        row = find_native(native.model_class)
+        plan = row.tokens
+        if not plan.blocks:
+            case.check(f"{native.name}: a reason", row.no_tokens, row)
             continue
         model = native.build()
         if native.name in _CACHES:
@@ -695,7 +696,7 @@ def tokens_of_a_causal_condition(case: Case) -> None:
     if not built.is_there:
         case.check(f"skipped: this ComfyUI has no {built.class_name}", True)
         return
-    plan, model = TOKEN_PLANS[built.class_name], built.build()
+    plan, model = find_native(built.model_class).tokens, built.build()
     with mock.patch.object(importlib.import_module(built.module), "optimized_attention", attention.attention_pytorch):
         expected, _ = _whole(model, plan, built.inputs())
         for way in _WAYS:

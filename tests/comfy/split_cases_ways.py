@@ -20,6 +20,8 @@ from comfy.ldm.lumina.model import NextDiT
 from comfy.ldm.modules import attention
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
+from devicebridge.families.comfy import registry
+from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import bench
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tokens as tokens_module
@@ -126,7 +128,8 @@ def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
         change(model)
         _, way, said = _auto(case, model)
         case.check(change.__name__, way != "tokens" and word in said, said)
-    with mock.patch.dict(tokens_module.TOKEN_PLANS, clear=True):
+    row = registry._BY_CLASS["comfy.ldm.flux.model.Flux"]
+    with mock.patch.dict(registry._BY_CLASS, {row.path: dataclasses.replace(row, tokens=TokenPlan({}))}):
         _, way, said = _auto(case, host.load(name))
     case.check("no plan", way == "tensor" and "not tokens: Flux cannot be shared out" in said, said)
 
@@ -250,7 +253,7 @@ def keys_travel_as_was_measured(case: Case) -> None:
         layout = layout_of(model)
         blocks = dict.fromkeys(execution_order(model, layout))
         with mock.patch.object(times, "NUM_TEXT_TOKENS", num_text):
-            work = times.forward_work(model, layout, blocks, tokens, tokens_module.TOKEN_PLANS[layout.class_name])
+            work = times.forward_work(model, layout, blocks, tokens, layout.tokens)
         case.check(name, abs(work.key_bytes / 2 / expected - 1) < 0.04, work.key_bytes / 2)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ....families.comfy import inputs
-from ....families.comfy.native import NativeModel
+from ....families.comfy.native import PASSED_BY, NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
@@ -73,7 +73,7 @@ class ComfyModel:
         for each in model.buffers():  # PixArt makes one as a Parameter, and what is moved to meta then has a history
             each.requires_grad_(False)
         for module in (*_called(model, self._row), *map(model.get_submodule, self._row.in_place)):
-            module.forward = InPlaceGuard(module, self._row.passed_by, has_out=self._row.has_out)
+            module.forward = InPlaceGuard(module, PASSED_BY, has_out=self._row.has_out)
         return model.to("meta") if is_empty else model
 
     @torch.no_grad()
@@ -343,7 +343,7 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 
         def enable_gradient_checkpointing(self, checkpoint: Checkpoint) -> None:
             row = self.__dict__[_ROW]
-            checkpoint_calls(_called(self, row), checkpoint, row.passed_by)
+            checkpoint_calls(_called(self, row), checkpoint, PASSED_BY)
             if TEXT_ENCODERS in self._modules:
                 recompute_layers(getattr(self, TEXT_ENCODERS))
             self.is_gradient_checkpointing = True

@@ -26,6 +26,7 @@ from ....families.comfy.native import NativeModel
 from ....families.comfy.registry import find_native
 from ....families.registry import COMFYUI
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
+from ....parallel.placement import native_list
 from ..comfy_encoders import AS_LOADED, attached_to
 from .drawing import FLOWS, time_at
 from .files import AGAIN, ask_comfyui, given_to_loader
@@ -257,7 +258,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         title=f"ComfyUI's {row.class_name}",
         transformer_class=row.class_name,
         vae_class="",
-        block_lists=tuple(spec.BlockList(name) for name in lists),
+        block_lists=tuple(replace(native_list(row), name=name) for name in lists),
         tail=(*(tail[module] for module in tail_modules(model, row)), *tail_parameters(model, row)),
         read_by_tail=row.read_by_tail,
         keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in row.sample_modules)),

@@ -23,6 +23,7 @@ from comfy.utils import set_attr_param
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ....families.comfy.native import PASSED_BY
 from ....families.token_plan import TokenPlan
 from ....parallel.local.borrow import Borrowed, Residuals
 from ....parallel.local.bridge import Bridge
@@ -39,7 +40,6 @@ KEY = "devicebridge.split"
 
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
 _SEEN_ENTRIES = ("patches", "patches_replace")
-PASSED_BY = ("transformer_options", "control")
 _OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict is known to be transformer_options
 # Entries of transformer_options that are looked at by name, or are ComfyUI's own and plain.
 _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, OVERRIDE, "wrappers", "callbacks", "model_patcher"})

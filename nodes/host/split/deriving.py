@@ -28,7 +28,6 @@ from torch import nn
 from ....checkpoints.fingerprint import settings_fingerprint
 from ....events import first_line
 from ....families.comfy.native import NativeModel
-from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS, why_no_tokens
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import members
 from ....parallel.local.collectives import Send
@@ -287,7 +286,7 @@ def with_derived_rows(row: NativeModel, model: nn.Module) -> NativeModel:
         blocks = set(proved.values())
         if len(blocks) == 1 and (of_all := blocks.pop()).tail:  # what a pipeline needs
             row = replace(row, block_lists=of_all.lists, tail=of_all.tail, transport="stream")
-    if row.class_name in TOKEN_PLANS or row.class_name in NO_TOKENS:
+    if row.tokens.blocks or row.no_tokens:
         return row
     kept = rows.verdicts().items()
     return replace(row, derived_rows={kind: each.row for kind, each in kept if each.has_gradients and each.row})
@@ -297,8 +296,8 @@ class Deriving:
     """The rows of a class by kind of inputs, derived and proved at the first forward with such inputs, and kept.
     tolerance: of later forwards, of a standard deviation; 0 takes what the type allows."""
 
-    def __init__(self, rows: DerivedRows, name: str, tolerance: float) -> None:
-        self._rows, self._name, self._tolerance = rows, name, tolerance
+    def __init__(self, rows: DerivedRows, layout: NativeModel, tolerance: float) -> None:
+        self._rows, self._layout, self._tolerance = rows, layout, tolerance
         self._proved: dict[str, TokenPlan] = {}
         self._compared: set[tuple[str, str]] = set()  # kinds and sizes of inputs
         self._refused = {kind: each.refused for kind, each in rows.verdicts().items() if each.row is None}
@@ -317,7 +316,8 @@ class Deriving:
         if kind in self._refused:
             raise self._refusal(self._refused[kind])
         if kind not in self._proved:
-            _log.info("split: nobody has described %s; its tokens are derived, and compared with one card", self._name)
+            name = self._layout.class_name
+            _log.info("split: nobody has described %s; its tokens are derived, and compared with one card", name)
             kept = self._rows.verdicts().get(kind)
             try:
                 self._proved[kind] = plan = find_rows(cards(), given, None if kept is None else kept.row)
@@ -343,5 +343,5 @@ class Deriving:
         return expected
 
     def _refusal(self, why: str) -> RowsError:
-        said = f"{why_no_tokens(self._name)}, and with these inputs: {why}"
+        said = f"{self._layout.why_no_tokens}, and with these inputs: {why}"
         return RowsError(f"{said}. Use way 'blocks' in the split node")

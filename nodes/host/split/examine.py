@@ -24,10 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ....events import first_line
 from ....families.comfy.inputs import COND, POOLED
-from ....families.comfy.native import NativeModel
+from ....families.comfy.native import PASSED_BY, NativeModel
 from ....families.comfy.registry import find_native, path_of
 from ....families.comfy.text_sizes import usual_text
-from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import members
 from ....parallel.local.deriving import apart, written
@@ -38,7 +37,7 @@ from ....patches.changes import code_of
 from ....patches.hooks import HookSet, map_tensors, tensors_reached
 from ....planning.derived_rows import Blocks, Verdict
 from ..native.model import native_training, plain_attention
-from .attachments import OVERRIDE, PASSED_BY
+from .attachments import OVERRIDE
 from .deriving import HALVES, Cards, Proof, copied, find_rows, left_as_it_was, rows_of, small_forwards
 from .model import load_split_model
 from .model_copy import alias, copy_structure
@@ -66,13 +65,13 @@ def examine(path: Path) -> str:
     model = load_split_model(path, "default", None)
     root = model.model.diffusion_model
     layout, name = layout_of(root), type(root).__name__
-    if reason := NO_TOKENS.get(layout.class_name):
-        return f"{name} cannot be shared out by tokens: {reason}"
+    if layout.no_tokens:
+        return layout.why_no_tokens
     kept = rows_of(root)  # before a forward leaves anything on the model
     found, trained = _verdicts(model, layout)
     if trained:
         kept.trained.write(trained)
-    is_written = layout.class_name in TOKEN_PLANS
+    is_written = bool(layout.tokens.blocks)
     for signature, each in found.items():
         if each.row is not None and not is_written:
             kept.keep(signature, each)

@@ -18,7 +18,6 @@ from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from ....events import first_line
-from ....families.comfy.token_plans import why_no_tokens
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
 from ....planning.times import LEAST_SHARE, WayName, Ways, forward_work, has_guidance
@@ -201,7 +200,7 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     check_runnable(blocks.layout.class_name, model.model_options.get("transformer_options", {}), attached)
     plan = plan_tokens(model.model.diffusion_model, dataclasses.replace(request, offload=False))
     if not plan.tokens.blocks:
-        raise ValueError(f"{why_no_tokens(blocks.layout.class_name)}; one run with way 'tokens' looks for them")
+        raise ValueError(f"{blocks.layout.why_no_tokens}; one run with way 'tokens' looks for them")
     if plan.shares[0] * len(plan.shares) < LEAST_SHARE * sum(plan.shares):
         raise ValueError(f"{plan.main_device} is slower than the others, and computes alone what cannot be shared out")
     return dataclasses.replace(plan, may_run_alone=True)

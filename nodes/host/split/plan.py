@@ -12,7 +12,7 @@ import comfy.model_management as management
 import torch
 from torch import nn
 
-from ....families.comfy.native import NativeModel, Transport
+from ....families.comfy.native import PASSED_BY, NativeModel, Transport
 from ....families.comfy.registry import find_native, path_of
 from ....parallel.block_lists import find_block_lists
 from ....parallel.local.collectives import Exchange
@@ -118,7 +118,7 @@ class SplitPlan:
 
     @property
     def of_class(self) -> dict[str, Any]:
-        return {"passed_by": self.layout.passed_by, "per_device": self.layout.per_device}
+        return {"passed_by": PASSED_BY, "per_device": self.layout.per_device}
 
     def device_of(self, name: str) -> torch.device:
         """Of a whole module or parameter, by its name in the diffusion model; copies and parts do not count."""

@@ -20,7 +20,6 @@ from torch import nn
 
 from ....events import first_line
 from ....families.comfy.native import NativeModel
-from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS, why_no_tokens
 from ....families.comfy.video import VIDEO_MODELS
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import execution_order
@@ -65,15 +64,15 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
     """Decide who computes how many tokens; reads sizes only. Raises: ValueError for a class without rows, for modules
     of other code, or with offload off, if a card cannot hold it."""
     layout = layout_of(diffusion_model)
-    if reason := NO_TOKENS.get(layout.class_name, ""):
-        raise ValueError(f"{layout.class_name} cannot be shared out by tokens: {reason}. Use way 'blocks' or 'tensor'")
-    tokens, derived = TOKEN_PLANS.get(layout.class_name), None
-    if tokens is None:
+    if layout.no_tokens:
+        raise ValueError(f"{layout.why_no_tokens}. Use way 'blocks' or 'tensor'")
+    tokens, derived = layout.tokens, None
+    if not tokens.blocks:
         derived = rows_of(diffusion_model)
         verdicts = list(derived.verdicts().values())
-        tokens = next((each.row for each in verdicts if each.row is not None), TokenPlan({}))
+        tokens = next((each.row for each in verdicts if each.row is not None), tokens)
         if verdicts and not tokens.blocks:
-            why = f"{why_no_tokens(layout.class_name)}, and tried inputs are refused: {verdicts[0].refused}"
+            why = f"{layout.why_no_tokens}, and tried inputs are refused: {verdicts[0].refused}"
             _log.warning("split: %s", why)
     known = (*_KNOWN_MODULES, package_of(type(diffusion_model))) if derived else _KNOWN_MODULES
     for name, module in diffusion_model.named_modules():
@@ -136,7 +135,7 @@ class TokensExecutor(Executor):
         self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
         tolerance = self.tolerance if plan.request.exchange == "8-bit" else 0.0
         rows = plan.derived
-        self._deriving = None if rows is None else Deriving(rows, plan.layout.class_name, tolerance)
+        self._deriving = None if rows is None else Deriving(rows, plan.layout, tolerance)
         self._proved_for: object = None  # ComfyUI's number of the patches
         self._hooks = HookSet()
         self._may_change = _MAY_CHANGE.union(plan.layout.remembers)

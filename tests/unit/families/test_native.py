@@ -43,7 +43,7 @@ def test_a_row_is_complete(row: NativeModel) -> None:
     assert len(set(row.block_lists)) == len(row.block_lists)
     assert not set(row.block_lists) & set(row.tail)
     named = {*row.replace_keys.values(), *row.follows, *row.optional, *(each.main for each in row.follows.values())}
-    assert named <= set(row.block_lists) and {"transformer_options", "control"} <= set(row.passed_by)
+    assert named <= set(row.block_lists)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

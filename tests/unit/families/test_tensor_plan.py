@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from devicebridge.families.comfy.token_plans import _ltx_guides
+from devicebridge.families.comfy.token_plans import ltx_guides
 from devicebridge.families.tensor_plan import QKV, Divided, Shares, TensorPlan, share_heads
 
 DEVICES = range(2, 9)
@@ -156,7 +156,7 @@ def test_a_rank_without_noisy_rows_calls_ltx_attention_as_often_as_others(first,
         count=lambda number, axis: min(max(number - first, 0), last - first),
         rows_before=lambda number, axis: max(first - number, 0),
     )
-    made, queries = _ltx_guides(rows, mask), torch.arange(first, last)
+    made, queries = ltx_guides(rows, mask), torch.arange(first, last)
     assert made.guide_start > 0 and made.guide_start + made.tracked_count == last - first
     assert torch.equal(queries[: made.guide_start], torch.arange(first, max(min(last, 32), first)))
     assert made.tracked_mask.flatten().tolist() == [each - 32 for each in range(max(first, 32), last)]

@@ -17,7 +17,6 @@ import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.config.job import LoraSettings
-from devicebridge.families.comfy.token_plans import TOKEN_PLANS
 from devicebridge.families.registry import find_family
 from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError
@@ -430,8 +429,7 @@ def test_a_large_picture_is_a_moment_of_its_own_and_a_small_one_is_not():
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_a_forward_of_one_of_several_sharing_cards_waits_for_no_other(has_gradients, monkeypatch):
     """Recomputation has no gradients in the forward. Every block attends to the keys of all rows."""
-    monkeypatch.setitem(TOKEN_PLANS, "Toy", PLAN)
-    family: Any = SimpleNamespace(native=SimpleNamespace(class_name="Toy"))
+    family: Any = SimpleNamespace(token_plan=PLAN)
     work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, row_shares=(1.0, 1.0))
     monkeypatch.setattr(Collective, "receive", lambda *args: pytest.fail("it waits for another card"))
     toy, shapes = make_toy().to("meta"), []
@@ -443,10 +441,9 @@ def test_a_forward_of_one_of_several_sharing_cards_waits_for_no_other(has_gradie
     assert shapes == [(2, 8, 6)] * 3
 
 
-def test_a_sharing_card_is_forecast_with_the_largest_share(monkeypatch):
+def test_a_sharing_card_is_forecast_with_the_largest_share():
     """Of 10 rows two cards have 5 each, but of 5 groups the first has 2 and the second 3."""
-    monkeypatch.setitem(TOKEN_PLANS, "Toy", replace(PLAN, aligned="img:2"))
-    family: Any = SimpleNamespace(native=SimpleNamespace(class_name="Toy"))
+    family: Any = SimpleNamespace(token_plan=replace(PLAN, aligned="img:2"))
     work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, row_shares=(1.0, 1.0))
     with sharing_rows(work, make_toy().to("meta"), family):
         here = HERE.rows

@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from devicebridge.families.comfy.native import NativeModel
+from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.costs import BlockCost, StepCost
 from devicebridge.planning.dry_run import NoForecast, Work
@@ -15,15 +17,15 @@ GB, MB = 10**9, 10**6
 # Ten of them: 1 GB and 1 s each, 0.1 GB of LoRA.
 BLOCK = BlockCost(GB, 100 * MB, 25 * MB, 10 * MB, {}, 10 * MB, 100 * MB, 10 * MB, 100 * MB, 200 * MB, 200 * MB)
 TOKENS = {"parallel": {"strategy": "tokens"}}
+PLAN = TokenPlan({"blocks": BlockRows("x=x@1", "=x")})
 
 
 class Sharing(MadeUpCosts):
     """Of a class that has a token plan; where rows are shared out a block at work takes less."""
 
-    why_no_tokens = ""  # type: ignore[assignment]
-
     def __init__(self, block: BlockCost, halved_by: int = 1, *, is_whole: bool = False, keys: float = 0.0) -> None:
         super().__init__(block, keys=keys)
+        self.family = replace(self.family, native=NativeModel("toy.Toy", tokens=PLAN))
         self._halved_by, self._is_whole = halved_by, is_whole
 
     def dry_run(self, work: Work, kernels: Any) -> StepCost:
