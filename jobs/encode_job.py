@@ -24,7 +24,7 @@ from ..events import EventLog
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import num_tokens
 from ..families.registry import COMFYUI
-from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
+from ..parallel.devices import find_device, own_random_states, release_cached_memory
 from ..system.progress import Pace
 from ..system.stopping import never
 from ..training.batches import CachedSamples
@@ -92,15 +92,12 @@ def cache_job(
     def recompute(key: str) -> None:
         """Compute one entry while the model trains; random numbers stay as they are.
         Raises: what fill_cache raises; RuntimeError where the device has no room beside the model."""
-        states = random_states(plan.placement.used_devices)
         made: tuple[Mapping[Any, Any], ...] = texts, latent_keys, conditions
-        try:
+        with own_random_states(plan.placement.used_devices):
             for part, keys in zip(CACHE_PARTS, made, strict=True):
                 wanted = [item for item, own in keys.items() if key in ([own] if isinstance(own, str) else own)]
                 for source in _work(plan, part, encoders)[1] if wanted else ():
                     fill(wanted[:1], source, store)
-        finally:
-            restore_random_states(states)
 
     def with_keys(sample: Sample) -> Sample:
         keys = tuple(text_keys(text, sample.condition, texts, conditions) for text in (*sample.captions, ""))

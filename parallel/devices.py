@@ -211,11 +211,12 @@ def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
 
 
 @contextmanager
-def own_random_states(devices: Sequence[torch.device], seed: int) -> Iterator[None]:
-    """Inside, as behind seed_devices; outside, nothing has happened."""
+def own_random_states(devices: Sequence[torch.device], seed: int | None = None) -> Iterator[None]:
+    """Inside, as behind seed_devices, or without a seed as before; outside, nothing has happened."""
     before = random_states(devices)
     try:
-        seed_devices(devices, seed)
+        if seed is not None:
+            seed_devices(devices, seed)
         yield
     finally:
         restore_random_states(before)

@@ -18,7 +18,7 @@ import torch
 
 from ..events import first_line
 from ..families.comfy.inputs import is_tokens, negative_prompt
-from ..parallel.devices import random_states, release_cached_memory, restore_random_states
+from ..parallel.devices import own_random_states, release_cached_memory
 from ..patches.attention import sound_attention
 from ..system.files import write_atomically
 from ..system.stopping import Requests, Stopped, never
@@ -98,17 +98,16 @@ class Sampler:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Inside, the model draws; afterwards everything is as it was."""
-        states, (model, _) = random_states(self.trainer.devices), self.trainer.runner.replica_for(0)
+        model, _ = self.trainer.runner.replica_for(0)
         release_cached_memory()  # of the step before, in sizes that pictures do not have
         try:
-            with torch.no_grad(), sound_attention(), ExitStack() as stack:
+            with torch.no_grad(), sound_attention(), own_random_states(self.trainer.devices), ExitStack() as stack:
                 for each in self.trainer.compiled:
                     stack.enter_context(each.paused())
                 model.eval()
                 yield
         finally:
             model.train()
-            restore_random_states(states)
             release_cached_memory()
 
     def _drawn(self, should_stop: Callable[[], bool]) -> dict[int, torch.Tensor]:

@@ -18,7 +18,7 @@ from torch import nn
 from ..config.job import JobConfig, job_to_dict
 from ..data.samples import DROPPED, Batch, BatchOrder
 from ..events import EventLog, first_line
-from ..parallel.devices import memory_in_use, random_states, restore_random_states
+from ..parallel.devices import memory_in_use, own_random_states, random_states, restore_random_states
 from ..parallel.ranks.group import ALONE, AcrossRanks, RankLost, Ranks, fingerprint
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
@@ -231,13 +231,13 @@ class Trainer:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Afterwards the run stands where it stood: next batch, random states, no gradients."""
-        position, states = self.order.state_dict(), random_states(self.devices)
+        position = self.order.state_dict()
         try:
-            yield
+            with own_random_states(self.devices):
+                yield
         finally:
             self._optimizer.zero_grad(set_to_none=True)
             self.order.load_state_dict(position)
-            restore_random_states(states)
 
     def accumulate(self, num_batches: int) -> list[torch.Tensor]:
         """Forward and backward of so many batches; their losses, each divided by their number."""
