@@ -124,7 +124,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         assert native is not None and tokens is not None, "others are refused"
         rows = TokenParallel(models, devices, tokens, placement.row_shares)
         rows.attach()
-        whole = TokenModel(models, devices, rows, is_derived=bool(native.derived_rows))
+        whole = TokenModel(rows, is_derived=bool(native.derived_rows))
 
     finished: list[Assembled] = []
     try:

@@ -30,8 +30,9 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.families.token_plan import BlockRows, TokenPlan  # noqa: E402
 from devicebridge.parallel.local import collectives, heads  # noqa: E402
-from devicebridge.parallel.local.collectives import Collective, Tensors  # noqa: E402
+from devicebridge.parallel.local.collectives import Collective  # noqa: E402
 from devicebridge.parallel.local.tokens import TokenParallel  # noqa: E402
+from devicebridge.parallel.transfer import Tensors  # noqa: E402
 from provenance import describe_run, print_or_write, say  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402

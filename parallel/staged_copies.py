@@ -14,7 +14,7 @@ import torch
 
 from .devices import has_peer_access, synchronize
 from .offload.copies import PinnedBuffer
-from .transfer import Arrivals, CurrentStreams, Pair, copy_to, module_with_streams, settle
+from .transfer import Arrivals, CurrentStreams, Pair, Send, copy_to, module_with_streams, settle
 
 PIECE_BYTES = 2**23  # large enough that the copy takes longer than its launch, small enough that two of them overlap
 
@@ -39,6 +39,12 @@ class SideStreams:
         self.held: list[torch.Tensor] | None = None
         self._staged, self._piece_bytes = staged, piece_bytes
         self._buffers: dict[Pair, deque[PinnedBuffer]] = {}  # the one that was used longest ago comes first
+
+    def to_ranks(self, devices: Sequence[torch.device]) -> Send:
+        """How ranks on these devices send each other tensors."""
+        return lambda tensors, rank, arrivals: (
+            tensors if tensors[0].device == devices[rank] else self.copies(tensors, devices[rank], arrivals)
+        )
 
     def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
         return self.copies((tensor,), device, arrivals)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,9 @@ from .devices import device_module
 
 Pair = tuple[torch.device, torch.device]  # source, target
 Arrivals = dict[Pair, Any]  # copies under way: the event of the last one
+Tensors = Sequence[torch.Tensor]
+# Tensors, the receiving rank, a place for the copies' events -> the copies, not to be used before settle(events)
+Send = Callable[[Tensors, int, Arrivals], Tensors]
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

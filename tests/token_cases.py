@@ -82,7 +82,7 @@ def make_training(
         Replica(each, card, tuple(p for p in each.parameters() if p.requires_grad))
         for each, card in zip(copies, cards, strict=True)
     ]
-    return TokenTraining(TokenModel(copies, cards, rows), replicas)
+    return TokenTraining(TokenModel(rows), replicas)
 
 
 def _again(card: torch.device, block: Any, *args: Any) -> Any:

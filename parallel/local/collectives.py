@@ -17,12 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from ...patches.hooks import HookSet, map_tensors
 from ..offload.copies import Piece
-from ..transfer import Arrivals, settle
+from ..transfer import Arrivals, Send, Tensors, settle
 from .shards import BlockShard
 
-Tensors = Sequence[torch.Tensor]
-# Tensors, the receiving rank, a place for the copies' events -> the copies, not to be used before settle(events)
-Send = Callable[[Tensors, int, Arrivals], Tensors]
 Exchange = Literal["full", "8-bit"]  # how activations travel: as they are, or as `encode` makes them
 # Name of the collective, number of the round, the receiver's copies, their events, and the parts of what travels as one
 _Message = tuple[str, int, Sequence[Any], Arrivals, Sequence[Piece]]

@@ -32,20 +32,18 @@ class Interleave(Traffic):
                 return [job() for job in jobs]
             run = Coordinator(self.bridge.pool, self.bridge.devices)
             policy = RoundRobin(run, len(jobs), self.bridge.main_device)
-            results: dict[int, T] = {}
 
-            def work(index: int, job: Callable[[], T]) -> None:
+            def work(index: int, job: Callable[[], T]) -> T:
                 self._here.arrivals, self._here.pass_on = {}, partial(policy.pass_on, index)
                 try:
                     policy.begin(index)
-                    results[index] = job()
+                    return job()
                 finally:
                     self.bridge.end()  # whatever the job left
                     self._here.arrivals = None
                     del self._here.pass_on  # it holds the run, and so the pool of this very thread
 
-            run.run([partial(work, *each) for each in enumerate(jobs)], policy.leave)
-            return [results[index] for index in range(len(jobs))]
+            return run.run([partial(work, *each) for each in enumerate(jobs)], policy.leave)
 
     @property
     def arrivals(self) -> Arrivals | None:
@@ -133,7 +131,7 @@ class Wholes:
         """What the jobs return, by rank. Their threads take over this one's modes, current device and streams. Raises:
         the first exception of a job. The others end at their next block whose hooks are a TokenParallel's."""
         run = Coordinator(self._pool, self._devices)
-        begun, results, before = [0.0] * len(jobs), dict[int, T](), HERE.on_block
+        begun, before = [0.0] * len(jobs), HERE.on_block
 
         def barrier(rank: int) -> None:
             with run.changing():
@@ -145,17 +143,16 @@ class Wholes:
             with run.when():
                 pass
 
-        def work(rank: int, job: Callable[[], T]) -> None:
+        def work(rank: int, job: Callable[[], T]) -> T:
             self._here.rank, self._here.barrier, HERE.on_block = rank, partial(barrier, rank), check
             try:
-                results[rank] = job()
+                return job()
             finally:
                 self._here.rank, HERE.on_block = None, before
                 with run.changing():
                     begun[rank] = float("inf")
 
-        run.run([partial(work, rank, job) for rank, job in enumerate(jobs)])
-        return [results[rank] for rank in range(len(jobs))]
+        return run.run([partial(work, *each) for each in enumerate(jobs)])
 
 
 class _Job(threading.local):

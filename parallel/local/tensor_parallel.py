@@ -16,9 +16,9 @@ from torch import nn
 from ...patches.hooks import PLAIN, HookSet, map_tensors, tensors_reached
 from ..devices import device_title
 from ..staged_copies import copies_between
-from ..transfer import Arrivals, Versioned, copy_to, current_device, is_everywhere, with_version
+from ..transfer import Send, Versioned, copy_to, current_device, is_everywhere, with_version
 from .bridge import Bridge
-from .collectives import Collective, Exchange, Send, Tensors, attach_collectives
+from .collectives import Collective, Exchange, attach_collectives
 from .graph_recorder import graphs_on
 from .graphs import OPTIONS, Addresses, Call, Graphs, Work, same_bits
 from .shards import BlockShard
@@ -265,7 +265,9 @@ class TensorParallel(Bridge):
 
     def _run_on_all(self, block: nn.Module, work: Sequence[Work]) -> list[Any]:
         """What every rank's work returns. After an error the forward goes on with other workers, if it goes on."""
-        self._run = self._run or ForwardWorkers(self.pool, self._ranks, self.send_parts, self._exchange)
+        if self._run is None:
+            send = self.side_streams.to_ranks(self._ranks)
+            self._run = ForwardWorkers(self.pool, self._ranks, send, self._exchange)
         try:
             return self._run.run(block, work)
         except BaseException:
@@ -318,11 +320,6 @@ class TensorParallel(Bridge):
                     f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.main_device} "
                     f"(by {far:.3g}); another node may have changed layers inside it. Use way 'blocks'"
                 )
-
-    def send_parts(self, tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
-        """The tensors of one device for another, which it may use after settle(arrivals)."""
-        device = self._ranks[rank]
-        return tensors if tensors[0].device == device else self.side_streams.copies(tensors, device, arrivals)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

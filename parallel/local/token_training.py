@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,41 +15,27 @@ from torch import nn
 
 from ...patches.hooks import map_tensors
 from ..runner import MicroBatch
-from ..staged_copies import copies_between
-from ..transfer import Arrivals, current_device
+from ..transfer import current_device
 from .collectives import Collective, uncounted
 from .data_parallel import DataParallel, Replica
 from .deriving import apart
-from .tensor_parallel import ForwardWorkers
 from .tokens import OneDeviceError, Rows, RowsError, TokenParallel
-from .workers import ThreadPool
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class TokenModel(nn.Module):
-    """Copies of a model, one per device, called as one: the output is the first device's, and the same on all. Args:
-    is_derived: whether nobody wrote the plan of the rows. Then the first sample of each size is also computed whole,
-    and compared: code may do something else where there are more rows."""
+    """The copies of a model that share out rows, called as one: the output is the first device's, and the same on all.
+    Args: is_derived: whether nobody wrote the plan of the rows. Then the first sample of each size is also computed
+    whole, and compared: code may do something else where there are more rows."""
 
-    def __init__(
-        self,
-        copies: Sequence[nn.Module],
-        devices: Sequence[torch.device],
-        rows: TokenParallel,
-        *,
-        is_derived: bool = False,
-    ) -> None:
+    def __init__(self, rows: TokenParallel, *, is_derived: bool = False) -> None:
         super().__init__()
-        self.copies = nn.ModuleList(copies)
-        self.devices = tuple(devices)
+        self.copies, self.devices = nn.ModuleList(rows.modules), rows.devices
         self._rows, self._is_derived, self._has_said_whole = rows, is_derived, False
-        self._compared: dict[int, set[Hashable]] = {rank: set() for rank in range(len(copies))}
-        self._side_streams = copies_between(devices)
-        self._pool = ThreadPool()
-        self._here = threading.local()  # rank, of a thread that is one's
-        self._group: Collective | None = None
+        self._compared: dict[int, set[Hashable]] = {rank: set() for rank in range(len(self.devices))}
+        self._here = _Here()
 
     def through(
         self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False, size: Hashable = None
@@ -58,8 +43,7 @@ class TokenModel(nn.Module):
         """What call(copy, device) returns on the main device, computed by all; inside `on_all` on this device alone.
         A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts. Raises:
         RowsError where derived rows have another result than one device."""
-        rank = getattr(self._here, "rank", None)
-        if rank is None:
+        if (rank := self._here.rank) is None:
             return self.on_all(lambda: self.through(call, is_one_frame=is_one_frame, size=size))[0]
         if self._is_derived and size not in self._compared[rank]:
             self._compare(rank, call, is_one_frame=is_one_frame)
@@ -83,9 +67,8 @@ class TokenModel(nn.Module):
             )
 
     def _through(self, rank: int, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool) -> T:
-        assert self._group is not None, "a rank is running"
         model, device, plan = self.copies[rank], self.devices[rank], self._rows.plan
-        rows = Rows(rank, (is_one_frame and plan.one_frame) or plan, self._rows.shares, self._group)
+        rows = Rows(rank, (is_one_frame and plan.one_frame) or plan, self._rows.shares, self._here.group)
         self._rows.newest[rank] = rows
         try:
             with self._rows.on(rows):
@@ -103,24 +86,24 @@ class TokenModel(nn.Module):
         """What work() returns in a thread per device, in which this model is that device's copy. Raises: the first
         exception of a thread, and the others end."""
 
-        def carry(rank: int) -> T:
-            self._here.rank = rank
+        def carry(rank: int, group: Collective) -> T:
+            self._here.rank, self._here.group = rank, group
             try:
                 with current_device(self.devices[rank]):  # for kernels that go by it
                     return work()
             finally:
                 self._here.rank = None
-
-        def send(tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
-            return self._side_streams.copies(tensors, self.devices[rank], arrivals)
+                del self._here.group
 
         try:
-            with closing(ForwardWorkers(self._pool, self.devices, send)) as workers:
-                self._group = workers.collective
-                return workers.run(self, [partial(carry, rank) for rank in range(len(self.devices))])
+            return self._rows.on_ranks([partial(carry, rank) for rank in range(len(self.devices))])
         finally:
             self._rows.newest.clear()
-            self._group = None
+
+
+class _Here(threading.local):
+    rank: int | None = None  # of a thread that is one's
+    group: Collective
 
 
 class TokenTraining(DataParallel):

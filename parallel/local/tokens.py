@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,13 +20,16 @@ from ...families.token_plan import BlockRows, Place, TokenPlan, places, segments
 from ...patches.hooks import HookSet, change_at
 from ..block_lists import members
 from ..offload.recompute import is_recomputing
-from .collectives import AllRows, Collective, Exchange, Layout, Send, ends_of
+from ..staged_copies import copies_between
+from ..transfer import Send
+from .collectives import AllRows, Collective, Exchange, Layout, ends_of
 from .graphs import OPTIONS
 from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
 from .token_graphs import Replays, computed
 from .workers import ThreadPool
 
+T = TypeVar("T")
 Call = Callable[..., Any]
 
 
@@ -213,8 +216,8 @@ class Rows:
 class TokenParallel:
     """Runs the forwards of one model on several devices by its rows. Args: modules: the model on each of the devices,
     the main device's first, with equal weights. shares: relative shares of the rows, by rank. send: as of Collective;
-    None where others run the ranks, inside `on`. groups: of heads, at most, in which keys and values travel (heads.py).
-    exchange: how they travel."""
+    None sends beside kernels. groups: of heads, at most, in which keys and values travel (heads.py). exchange: how they
+    travel."""
 
     def __init__(
         self,
@@ -226,7 +229,8 @@ class TokenParallel:
         groups: int = 1,
         exchange: Exchange = "full",
     ) -> None:
-        self._modules, self._devices, self.plan, self._send = tuple(modules), tuple(devices), plan, send
+        self.modules, self.devices, self.plan = tuple(modules), tuple(devices), plan
+        self._send = send or copies_between(devices).to_ranks(devices)
         self.shares, self.groups, self.exchange = tuple(shares), groups, exchange
         self._hooks = HookSet()
         self._pool = ThreadPool()
@@ -238,7 +242,7 @@ class TokenParallel:
         if self._hooks:
             return
         try:
-            for rank, model in enumerate(self._modules):
+            for rank, model in enumerate(self.modules):
                 blocks = {name: list(members(model, name)) for name in self.plan.blocks}
                 ordered = [block for each in blocks.values() for _, block in each]
                 if not ordered:
@@ -269,18 +273,22 @@ class TokenParallel:
         """What the ranks' forwards return, each with all rows of the result. Args: calls: a forward for each rank, on
         its device. replays: of their blocks, where nothing but the model's own code runs in them. Raises: the first
         error of a rank, which ends the others; OneDeviceError where one device has to compute this."""
-        assert self._send is not None, "the ranks are others' to run"
 
-        def of_rank(rank: int, call: Callable[[], Any]) -> Any:
-            with self.on(Rows(rank, self.plan, self.shares, workers.collective, replays)):
+        def of_rank(rank: int, call: Callable[[], Any], group: Collective) -> Any:
+            with self.on(Rows(rank, self.plan, self.shares, group, replays)):
                 return call()
 
         try:
-            with closing(ForwardWorkers(self._pool, self._devices, self._send, self.exchange)) as workers:
-                return workers.run(self._modules[0], [functools.partial(of_rank, *each) for each in enumerate(calls)])
+            return self.on_ranks([functools.partial(of_rank, *each) for each in enumerate(calls)])
         finally:
             if replays is not None:
                 replays.graphs.forget()
+
+    def on_ranks(self, work: Sequence[Callable[[Collective], T]]) -> list[T]:
+        """What every rank's work returns, given their group, in a thread of its device. Raises: the first error of a
+        rank, which ends the others."""
+        with closing(ForwardWorkers(self._pool, self.devices, self._send, self.exchange)) as workers:
+            return workers.run(self.modules[0], [functools.partial(each, workers.collective) for each in work])
 
     @contextmanager
     def on(self, rows: Rows) -> Iterator[None]:
@@ -416,7 +424,7 @@ class TokenParallel:
         """A mask for this rank's queries and the keys of all ranks."""
         name = f"{frame.block}.{frame.module}"
         if self.plan.makes_mask is not None and axis != "-":
-            module = self._modules[here.rank].get_submodule(name.rstrip("."))
+            module = self.modules[here.rank].get_submodule(name.rstrip("."))
             return self.plan.makes_mask(here, module, mask, axis)  # type: ignore[no-any-return]
         num_queries = q.shape[-2]
         if mask.shape[-1] == num_local != num_keys and self.plan.cuts_masks:

@@ -35,12 +35,27 @@ class Coordinator:
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.Lock())
 
-    def run(self, workers: Sequence[Callable[[], None]], at_end: Callable[[int], None] = lambda index: None) -> None:
-        """Return when all workers have ended, of which none begins before every thread could be had. Args: at_end:
-        called in a worker's thread when it has ended or will not begin, and its error is known. Raises: the first
-        exception of a worker, where the others are unwound as they next wait; RuntimeError if no thread can be had."""
+    def run(
+        self, workers: Sequence[Callable[[], Any]], at_end: Callable[[int], None] = lambda index: None
+    ) -> list[Any]:
+        """What the workers return, of which none begins before every thread could be had. Args: at_end: called in a
+        worker's thread when it has ended or will not begin, and its error is known. Raises: the first exception of a
+        worker, where the others are unwound as they next wait; RuntimeError if no thread can be had."""
+        results: dict[int, Any] = {}
+
+        def carry(index: int, work: Callable[[], Any]) -> None:
+            try:
+                with self._state.taken_over():
+                    with self.when(lambda: self._is_open):
+                        pass
+                    results[index] = work()
+            except BaseException as error:
+                self.fail(error)
+            finally:
+                at_end(index)
+
         name = "devicebridge-worker-{}"
-        tasks = [self._pool.task(name.format(at), self._carry, at, work, at_end) for at, work in enumerate(workers)]
+        tasks = [self._pool.task(name.format(at), carry, at, work) for at, work in enumerate(workers)]
         try:
             for task in tasks:
                 task.start()
@@ -64,17 +79,7 @@ class Coordinator:
                 raise error
         finally:
             del error  # its traceback holds this frame: memory would wait for the garbage collector
-
-    def _carry(self, index: int, work: Callable[[], None], at_end: Callable[[int], None]) -> None:
-        try:
-            with self._state.taken_over():
-                with self.when(lambda: self._is_open):
-                    pass
-                work()
-        except BaseException as error:
-            self.fail(error)
-        finally:
-            at_end(index)
+        return [results[index] for index in range(len(workers))]
 
     def fail(self, error: BaseException | None) -> None:
         """End the run; the first error is what it raises."""

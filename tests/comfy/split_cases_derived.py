@@ -223,7 +223,7 @@ def _compare_sizes(case: Case) -> None:
     cards = _cards(filled(Mutated(SEEN_LATER)))
     rows = TokenParallel(cards.models, cards.devices, find_rows(cards, _given()), (1.0, 1.0))
     rows.attach()
-    model = TokenModel(cards.models, cards.devices, rows, is_derived=True)
+    model = TokenModel(rows, is_derived=True)
     for size, is_refused in ((12, False), (32, True)):
         given = _given(size, size)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local.collectives import Send, Tensors
 from devicebridge.parallel.local.graph_recorder import graphs_on
 from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.token_graphs import Replays
 from devicebridge.parallel.local.tokens import TokenParallel
 from devicebridge.parallel.staged_copies import SideStreams
+from devicebridge.parallel.transfer import Send, Tensors
 from devicebridge.tests.gpu.conftest import CARDS, NEEDS_TWO
 from devicebridge.tests.unit.parallel.test_graphs import where
 from devicebridge.tests.unit.parallel.test_tokens import HEADED

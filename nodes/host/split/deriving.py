@@ -30,10 +30,9 @@ from ....events import first_line
 from ....families.comfy.native import NativeModel
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import members
-from ....parallel.local.collectives import Send
 from ....parallel.local.deriving import Notes, Watch, apart, derive, written
 from ....parallel.local.tokens import HERE, RowsError, TokenParallel
-from ....parallel.transfer import copy_to
+from ....parallel.transfer import Send, copy_to
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 from ....planning.derived_rows import DerivedRows, Verdict
 from .attachments import OVERRIDE, led_by_name, override_of, package_of

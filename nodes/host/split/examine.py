@@ -315,7 +315,7 @@ def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any])
         else:
             rows = TokenParallel(cards.models, cards.devices, plan, (1.0,) * len(cards.models))
             rows.attach()
-            whole, indices = TokenModel(cards.models, cards.devices, rows), list(map(id, cards.models))
+            whole, indices = TokenModel(rows), list(map(id, cards.models))
 
             def work() -> None:
                 # Else one thread of torch's computes the backwards of all ranks of a GPU, which wait for each other.

@@ -26,7 +26,6 @@ from ....parallel.block_lists import execution_order
 from ....parallel.devices import device_title
 from ....parallel.local.borrow import RowResiduals
 from ....parallel.local.bridge import Bridge
-from ....parallel.local.collectives import Send
 from ....parallel.local.graph_recorder import can_record, graphs_on
 from ....parallel.local.heads import groups_for
 from ....parallel.local.interleave import Wholes
@@ -127,7 +126,7 @@ class TokensExecutor(Executor):
         self._innermost = Innermost(root)
         self._method = self._innermost.method
         copies = copies_between(plan.devices)
-        self._send: Send = lambda tensors, rank, arrivals: copies.copies(tensors, plan.devices[rank], arrivals)
+        self._send = copies.to_ranks(plan.devices)
         if plan.derived is None and (plan.layout.keeps_nothing or plan.layout.forgets_if_patched):
             self.graphs = graphs_on(plan.devices, copies, addresses_on)
         self._attention = [*attention_of(root, is_wide=True)]

@@ -117,7 +117,7 @@ def forwards(rows: TokenParallel, counts: Sequence[int] = (11, 5), attend: Any =
     rows.attach()
     attend = attend or rows.attend
     try:
-        return rows.run([functools.partial(each, **inputs(*counts), attend=attend, **more) for each in rows._modules])
+        return rows.run([functools.partial(each, **inputs(*counts), attend=attend, **more) for each in rows.modules])
     finally:
         rows.remove()
 
@@ -150,7 +150,7 @@ def test_what_the_forward_keeps_is_released_if_nobody_may_read_it(toy: Toy, with
         with torch.set_grad_enabled(with_gradients):
             return model(img, txt, rows.attend, options=options)
 
-    outputs = rows.run([functools.partial(run, each, **mine) for each, mine in zip(rows._modules, given, strict=True)])
+    outputs = rows.run([functools.partial(run, each, **mine) for each, mine in zip(rows.modules, given, strict=True)])
     assert all(near(output, expected) for output in outputs)
     assert [each["img"].shape[1] for each in given] == kept
 
@@ -262,7 +262,7 @@ def test_keys_come_in_the_order_of_one_card(toy: Toy) -> None:
 
 def test_an_error_while_hooks_are_attached_leaves_none(toy: Toy) -> None:
     rows = ranks(toy)
-    one, two = rows._modules
+    one, two = rows.modules
     block, two.singles[1] = two.singles[1], nn.Identity()  # without what the plan names in it
     with pytest.raises(AttributeError):
         rows.attach()
@@ -273,7 +273,7 @@ def test_an_error_while_hooks_are_attached_leaves_none(toy: Toy) -> None:
 
 def test_the_first_error_of_a_rank_ends_all(toy: Toy) -> None:
     rows = ranks(toy, (1, 1, 1))
-    rows._modules[1].singles[0].attn.qkv.register_forward_pre_hook(mock.Mock(side_effect=KeyError("here")))
+    rows.modules[1].singles[0].attn.qkv.register_forward_pre_hook(mock.Mock(side_effect=KeyError("here")))
     with pytest.raises(KeyError, match="here"):
         forwards(rows)
     assert rows.rows is None, "this thread's forward is over"
@@ -284,10 +284,10 @@ def test_without_a_forward_of_ranks_a_hooked_model_computes_as_before_and_is_ask
     rows = ranks(toy)
     rows.attach()
     with mock.patch.object(HERE, "on_block", lambda: calls.append(1)):
-        assert torch.equal(rows._modules[0](**inputs(), attend=rows.attend), expected)
+        assert torch.equal(rows.modules[0](**inputs(), attend=rows.attend), expected)
     assert len(calls) == 4
     rows.remove()
-    assert torch.equal(rows._modules[0](**inputs(), attend=whole), expected)
+    assert torch.equal(rows.modules[0](**inputs(), attend=whole), expected)
 
 
 def heads_one_by_one(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
@@ -553,7 +553,7 @@ def replayed(raising: bool, counts: Sequence[int], groups: int = 0) -> tuple[Any
         for index, count in enumerate(counts):
             x = torch.randn(1, count, 6, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
             with torch.inference_mode():
-                calls = [functools.partial(each, x.clone(), {"attend": attend}) for each in rows._modules]
+                calls = [functools.partial(each, x.clone(), {"attend": attend}) for each in rows.modules]
                 found = rows.run(calls, Replays(graphs, None, groups))
             expected = model(x, {"attend": whole})
             assert all(near(each, expected) for each in found), index
