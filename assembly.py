@@ -24,7 +24,7 @@ from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
-from .quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
+from .quantization.quantize import Quantizer, QuantizeSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,6 @@ class Assembled:
     model: nn.Module
     split: BlockSplit
     adapter: LoraHandle
-    quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
     weight_offload: WeightOffload | None = None
     replicas: tuple[Assembled, ...] = ()
@@ -110,7 +109,6 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         )
     else:
         model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, offload)
-    quantized = quantizer.close(model) if quantizer is not None else None
     #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
     #    What is in host memory they have in common.
     models, offloads = [model], [offload]
@@ -135,7 +133,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         for streamed in filter(None, reversed(offloads)):  # the first one's, which is last, holds pinned memory
             streamed.remove()
         raise
-    return replace(finished[0], model=whole or model, quantized=quantized, replicas=tuple(finished[1:]))
+    return replace(finished[0], model=whole or model, replicas=tuple(finished[1:]))
 
 
 def assemble_sharded(

@@ -96,8 +96,6 @@ def build(options: argparse.Namespace, schemes: Sequence[str]) -> dict[str, Cont
             "build_s": round(time.perf_counter() - start, 2),
             "placement": built.split.placement.describe(),
         }
-        if built.report is not None:
-            facts["report"] = built.report.summary()
         found[scheme] = Contestant(built, checksum(tensors), facts)
         say(f"{scheme}: built in {facts['build_s']} s, {facts['weights_gb']} GB")
     return found

@@ -139,7 +139,7 @@ def train(
         before = trainer.evaluate()
     losses = run_steps(trainer)
     found = {"eval_before": before, "eval_after": trainer.evaluate(), **describe_losses(losses)}
-    if built.report is None:
+    if scheme == "bf16":
         found["amax_over_rms_of_inputs"] = crests
         found["parameters"] = sum(p.numel() for n, p in built.model.named_parameters() if "lora_" not in n)
     del built, trainer, lora

@@ -173,7 +173,6 @@ def load(info: CheckpointInfo, placement: Placement, scheme: str, cache: Path | 
         else:
             quantizer = Quantizer(FAMILY, QuantizeSettings(scheme))  # type: ignore[arg-type]
             model = load_through_cache(cache, info, placement.device_of, torch.bfloat16, quantizer)
-            quantizer.close(model)
         synchronize(devices)
         seconds = time.perf_counter() - start
     weights = bytes_per_device(base_tensors(model))

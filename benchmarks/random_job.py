@@ -32,7 +32,6 @@ from devicebridge.planning.question import Question
 from devicebridge.quantization.quantize import (
     FileFormat,
     Quantizer,
-    QuantizeReport,
     QuantizeSettings,
     Stored8,
     empty_stored,
@@ -76,12 +75,11 @@ Fill = Callable[[str, torch.Tensor, torch.Generator], None]
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A transformer on its devices, split, frozen, without LoRA; report is None for bf16."""
+    """A transformer on its devices, split, frozen, without LoRA."""
 
     scheme: str
     model: Any
     split: BlockSplit
-    report: QuantizeReport | None
     family: ModelFamily = FAMILY
 
     @property
@@ -133,9 +131,9 @@ def make_random_model(
     Args:
         offload: takes the layers of its blocks to the host as they are done; to be attached when the LoRA is.
     """
-    model, report = draw_model(config, placement.device_of, scheme, seed=seed, fill=fill, family=family, store=offload)
+    model = draw_model(config, placement.device_of, scheme, seed=seed, fill=fill, family=family, store=offload)
     split = apply_block_split(model.requires_grad_(False), family, placement)
-    return RandomModel(scheme, model, split, report, family)
+    return RandomModel(scheme, model, split, family)
 
 
 def draw_model(
@@ -147,7 +145,7 @@ def draw_model(
     fill: Fill = fill_normal,
     family: ModelFamily = FAMILY,
     store: WeightOffload | None = None,
-) -> tuple[Any, QuantizeReport | None]:
+) -> Any:
     """Draw each layer on its device and quantize it before the next one exists.
 
     The weights before rounding depend on seed and fill alone, so all schemes round the same model.
@@ -177,7 +175,7 @@ def draw_model(
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device_of(name))
-    return model, quantizer.close(model) if quantizer is not None else None
+    return model
 
 
 @torch.no_grad()

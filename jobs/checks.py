@@ -29,7 +29,7 @@ from ..encoding.vae import check_vae
 from ..families.spec import Variant
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_and_offloaded
-from ..quantization.quantize import NOTHING_STORED, refusal
+from ..quantization.quantize import describe_quantized, refusal
 from ..runs.store import NO_RUNS
 from ..sampling.draw import make_drawing
 from ..system.files import go_on
@@ -74,10 +74,9 @@ def check_tools(plan: JobPlan) -> None:
         _check_samples(plan)
     settings = job.model.quantize_settings
     if settings is not None:
-        if settings.scheme == "stored" and not plan.info.quantized_types:
-            raise ValueError(NOTHING_STORED)
         if reason := refusal(settings, placement.used_devices):
             raise ValueError(reason)
+        describe_quantized(plan.model, plan.family, settings, plan.execution.dtype.itemsize)
 
 
 def _check_samples(plan: JobPlan) -> None:

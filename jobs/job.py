@@ -29,6 +29,7 @@ from ..patches.compile_blocks import remove_compiled
 from ..planning.cards import Card
 from ..planning.costs import latent_shape_of
 from ..planning.plan import TrainingPlan, compare, describe_comparison, describe_pace, describe_time, parts_of
+from ..quantization.quantize import describe_quantized
 from ..runs.record import Recording, recorded_run
 from ..sampling.draw import Decoder, make_drawing
 from ..sampling.sampler import Sampler
@@ -266,9 +267,10 @@ def build_trainer(
         pace = (time := describe_time(plan.training, job.train.steps)) and f"step: {time}"
         events.emit("forecast", devices=compare(plan.training.devices), parts=parts, pace=pace)
     reset_peaks(plan.placement.used_devices)  # of the encoders
+    if (settings := plan.execution.quantize) is not None:
+        summary, _ = describe_quantized(plan.model, plan.family, settings, plan.execution.dtype.itemsize)
+        events.emit("quantized", summary=summary)
     assembled = _assemble(plan, ranks, cleanup)
-    if (report := assembled.quantized) is not None:
-        events.emit("quantized", summary=report.summary())
     lora = assembled.adapter
     for each in assembled.parts if plan.start else ():
         each.adapter.start_from(plan.start, job.lora.strength)

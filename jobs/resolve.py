@@ -18,20 +18,19 @@ from torch import nn
 from ..assembly import ExecutionPlan
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
-from ..checkpoints.quantized_files import is_kept
 from ..config.job import JobConfig, ModelConfig, ModelScheme
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..data.samples import TrainingSample
 from ..families.comfy.native import NativeModel
 from ..parallel.devices import CPU, device_title, find_device, find_devices, free_bytes, has_bf16, has_fp16
-from ..parallel.placement import Placement
+from ..parallel.placement import Placement, parameter_bytes
 from ..parallel.ranks.group import Ranks
 from ..planning.cards import Card, able_schemes, cards_of
 from ..planning.costs import ModelCosts, latent_shape_of
 from ..planning.dry_run import NoForecast, Work, forward_on_meta
 from ..planning.plan import TrainingPlan, describe_work, plan_training
 from ..planning.question import Question, Setting, candidates, is_open, strategies_on
-from ..quantization.quantize import NOTHING_STORED, QUANTIZED, QuantizeReport, refusal, sort_modules, total_bytes
+from ..quantization.quantize import describe_quantized, refusal
 from .checked_job import Subject, place_by_size
 
 _log = logging.getLogger(__name__)
@@ -351,13 +350,12 @@ def preview_model(config: ModelConfig, devices: Sequence[str] = (), info: Checkp
     if settings and (reason := refusal(settings, used)):
         raise ValueError(reason)
     info = info or read_checkpoint(config.path, config.family, config.variant)
-    groups = sort_modules(make_empty_transformer(info), info.family, settings, getattr(torch, config.dtype).itemsize)
-    if settings and settings.scheme == "stored" and not groups[QUANTIZED]:
-        raise ValueError(NOTHING_STORED)
-    num_taken = sum(is_kept(info.tensors[f"{name}.weight"], settings) for name in groups[QUANTIZED]) if settings else 0
-    text = f"none: all weights in {config.dtype}, {total_bytes(groups)[1] / 1e9:.2f} GB"
+    model, element_size = make_empty_transformer(info), getattr(torch, config.dtype).itemsize
     if settings:
-        text = QuantizeReport(settings.scheme, groups, num_taken).summary()
+        text, num_taken = describe_quantized(model, info.family, settings, element_size)
+    else:
+        _, num_bytes = parameter_bytes(model, (), element_size)
+        text, num_taken = f"none: all weights in {config.dtype}, {num_bytes / 1e9:.2f} GB", 0
     if again := sum(info.quantized_types.values()) - num_taken:
         types = ", ".join(f"{count} in {name}" for name, count in info.quantized_types.items())
         rounded = ", linears to quantize are rounded again" if settings else ""

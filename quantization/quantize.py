@@ -7,7 +7,6 @@ stored                       as the file has each layer of the blocks; multiplie
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,8 +21,6 @@ from .eight_bit import ROTATIONS, num_inputs, rotation_for
 from .frozen_linear import ROUNDED, FrozenLinear8
 from .stored import PACKINGS, ROWS, has_finite_scales
 
-_log = logging.getLogger(__name__)
-
 Scheme = Literal["fp8", "int8", "fp8-compute", "int8-compute", "stored"]
 SCHEMES: tuple[Scheme, ...] = tuple(ROUNDED)  # that round, the fastest first; the last works wherever torch does
 # How a scheme rounds, where that is not as it was at first: raise it when the same weights get other bits.
@@ -31,10 +28,6 @@ ROUNDINGS: Mapping[str, int] = {"fp8": 2, "int8": 2}  # torchao was the first
 QUANTIZED = "quantized"
 KEPT = "kept in full precision"
 NOT_LINEAR = "not a linear layer"
-NOTHING_STORED = (
-    'quantize = "stored" keeps quantized linears as their file has them, and this file has none in its blocks; use '
-    '"auto" or "none"'
-)
 # Of a float8, without its sign: the smallest that is no number.
 _NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
@@ -88,7 +81,6 @@ class Quantizer:
     def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
         self.settings = settings
         self._family = family
-        self._num_taken = 0
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
         return _treatment(fqn, module, self._family, self.settings) == QUANTIZED
@@ -114,27 +106,9 @@ class Quantizer:
             _refuse_unsound(fqn, stored)
         width = num_inputs(stored.weight, form.packing)
         assert (stored.weight.shape[0], width) == (module.out_features, module.in_features), (fqn, stored.weight.shape)
-        self._num_taken += 1
         rotation = rotation_for(stored.weight, form.dtype, form.rotation, is_comfys=form.is_comfys)
         packing = "" if self.settings.is_compute else form.packing
         return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
-
-    def close(self, model: nn.Module) -> QuantizeReport:
-        """Report on the whole model. Raises: ValueError if the family leaves nothing to quantize."""
-        groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
-        for name, module in model.named_modules():
-            if any(sizes := _num_bytes(module)):
-                groups[_treatment(name, module, self._family, self.settings)][name] = sizes
-        if not groups[QUANTIZED] and self.settings.scheme == "stored":
-            raise ValueError(NOTHING_STORED)
-        if not groups[QUANTIZED]:
-            raise ValueError(
-                f"{self.settings.scheme} was requested, but {self._family.title} keeps every linear of this "
-                f'{type(model).__name__} in full precision; use quantize = "none"'
-            )
-        report = QuantizeReport(self.settings.scheme, groups, self._num_taken)
-        _log.info("%s", report.summary())
-        return report
 
 
 def _refuse_unsound(fqn: str, stored: Stored8) -> None:
@@ -184,20 +158,46 @@ def _device_fault(scheme: Scheme, device: torch.device) -> str:
 Groups = Mapping[str, Mapping[str, tuple[int, int]]]
 
 
-def sort_modules(model: nn.Module, family: ModelFamily, settings: QuantizeSettings | None, element_size: int) -> Groups:
+def sort_modules(model: nn.Module, family: ModelFamily, settings: QuantizeSettings, element_size: int) -> Groups:
     """Modules with weights of their own by what will be done. Works on meta tensors, of element_size each."""
     groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
     for name, module in model.named_modules():
         if not (size := sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size):
             continue
         reason, after = _treatment(name, module, family, settings), size
-        if settings is not None and reason == QUANTIZED:
+        if reason == QUANTIZED:
             assert isinstance(module, nn.Linear)
             stored = empty_stored(module, settings)
             after += stored.weight.nbytes + stored.scale.nbytes + 4 * stored.form.rotation**2
             after -= module.weight.numel() * element_size
         groups[reason][name] = size, after
     return groups
+
+
+def describe_quantized(
+    model: nn.Module, family: ModelFamily, settings: QuantizeSettings, element_size: int
+) -> tuple[str, int]:
+    """What loading does to a model's weights, one line with sizes in decimal GB, and how many layers stay as their file
+    has them; as sort_modules. Raises: ValueError if the family or the file leaves nothing to quantize."""
+    groups = sort_modules(model, family, settings, element_size)
+    if not groups[QUANTIZED] and settings.scheme == "stored":
+        raise ValueError(
+            'quantize = "stored" keeps quantized linears as their file has them, and this file has none in its blocks; '
+            'use "auto" or "none"'
+        )
+    if not groups[QUANTIZED]:
+        raise ValueError(
+            f"{settings.scheme} was requested, but {family.title} keeps every linear of this {type(model).__name__} in "
+            'full precision; use quantize = "none"'
+        )
+    forms = (getattr(model.get_submodule(name), "file_format", None) for name in groups[QUANTIZED])
+    num_taken = sum(is_taken(form, settings) for form in forms if form is not None)
+    taken = f" ({num_taken} as they were stored)" if num_taken else ""
+    sizes = [each for group in groups.values() for each in group.values()]
+    before, after = (f"{sum(each) / 1e9:.2f}" for each in zip(*sizes, strict=True))
+    skipped = ", ".join(f"{len(group)} {reason}" for reason, group in groups.items() if reason != QUANTIZED)
+    done = f"{len(groups[QUANTIZED])} linears to {settings.scheme}{taken}, {before} -> {after} GB"
+    return f"{done}; left alone: {skipped}", num_taken
 
 
 def stored_bytes(
@@ -237,45 +237,12 @@ def full_weight(linear: nn.Module) -> Tensor:
     return linear.dequantize() if isinstance(linear, FrozenLinear8) else linear.weight  # type: ignore[return-value]
 
 
-def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings | None) -> str:
-    if settings is None or not isinstance(module, nn.Linear):
-        return KEPT if isinstance(module, nn.Linear) else NOT_LINEAR
+def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> str:
+    if not isinstance(module, nn.Linear):
+        return NOT_LINEAR
     if settings.scheme == "stored":
         is_inside = any(fqn.startswith(f"{each.name}.") for each in family.block_lists)
-        is_stored = isinstance(module, FrozenLinear8) or hasattr(module, "file_format")
-        return QUANTIZED if is_inside and is_stored else KEPT
+        return QUANTIZED if is_inside and hasattr(module, "file_format") else KEPT
     parts = fqn.split(".")
     lineage = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED
-
-
-def _num_bytes(module: nn.Module) -> tuple[int, int]:
-    """Of what it holds itself, before and after; of a layer in few bits its scales and rotation, too."""
-    after = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-    if not isinstance(module, FrozenLinear8):
-        return after, after
-    before = after - module.weight.nbytes + module.in_features * module.out_features * module.compute_dtype.itemsize
-    return before, after + sum(buffer.nbytes for buffer in module.buffers(recurse=False))
-
-
-def total_bytes(groups: Groups) -> tuple[int, int]:
-    """Before and after."""
-    sizes = [each for group in groups.values() for each in group.values()]
-    return sum(before for before, _ in sizes), sum(after for _, after in sizes)
-
-
-@dataclass(frozen=True)
-class QuantizeReport:
-    """What was done to modules with weights of their own."""
-
-    scheme: str
-    groups: Groups
-    num_taken: int = 0  # quantized layers that a file, or the cache of an earlier run, held in 8 bits already
-
-    def summary(self) -> str:
-        """One line, sizes in decimal GB."""
-        skipped = ", ".join(f"{len(group)} {reason}" for reason, group in self.groups.items() if reason != QUANTIZED)
-        taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
-        before, after = (f"{each / 1e9:.2f}" for each in total_bytes(self.groups))
-        done = f"{len(self.groups[QUANTIZED])} linears to {self.scheme}{taken}, {before} -> {after} GB"
-        return f"{done}; left alone: {skipped}"

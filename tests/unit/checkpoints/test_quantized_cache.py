@@ -35,9 +35,7 @@ def _checkpoint(folder: Path, name: str = "wan", seed: int = 0) -> CheckpointInf
 
 def _load(folder: Path | None, info: CheckpointInfo, settings: QuantizeSettings = INT8) -> torch.nn.Module:
     quantizer = Quantizer(info.family, settings)
-    model = load_through_cache(folder, info, cpu, BF16, quantizer)
-    quantizer.close(model)
-    return model
+    return load_through_cache(folder, info, cpu, BF16, quantizer)
 
 
 def _forget_weights(info: CheckpointInfo, wanted: set[str]) -> None:
@@ -85,7 +83,6 @@ def test_the_cached_model_is_the_freshly_quantized_one(name, scheme, tmp_path):
     _forget_weights(info, layers)
     model = load_transformer(cached, cpu, BF16, quantizer)
     assert_same_model(model, expected)
-    quantizer.close(model)
     assert _state(folder) == before
 
 

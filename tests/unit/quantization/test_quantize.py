@@ -23,10 +23,11 @@ from devicebridge.quantization.quantize import (
     Quantizer,
     QuantizeSettings,
     Stored8,
+    describe_quantized,
     is_taken,
     refusal,
+    sort_modules,
     stored_bytes,
-    total_bytes,
 )
 from devicebridge.quantization.stored import ROWS
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -203,14 +204,20 @@ def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
             quantizer.take("proj_out", Net().proj_out, part, torch.float32)
 
 
+def total_bytes(groups):
+    sizes = [each for group in groups.values() for each in group.values()]
+    return tuple(map(sum, zip(*sizes, strict=True)))
+
+
 @EVERY_VARIANT
-def test_the_report_accounts_for_every_layer_and_byte(settings):
+def test_what_is_said_accounts_for_every_layer_and_byte(settings):
     model = make_tiny()
-    expected_before = num_bytes(model)
-    report = apply_quantization(model, FLUX2, settings)
-    groups = report.groups
+    expected_before, said = num_bytes(model), describe_quantized(model, FLUX2, settings, 2)
+    groups = sort_modules(model, FLUX2, settings, 2)
+    apply_quantization(model, FLUX2, settings)
     assert list(groups) == [QUANTIZED, KEPT, NOT_LINEAR]
     assert total_bytes(groups) == (expected_before, num_bytes(model))
+    assert said[0].startswith(f"28 linears to {settings.scheme}, {expected_before / 1e9:.2f} -> ") and said[1] == 0
     assert all(is_eight_bit(model.get_submodule(name), settings) for name in groups[QUANTIZED])
     quantized = [model.get_submodule(name) for name in groups[QUANTIZED]]
     rotations = [64 * 64 * 4 if settings.rotation_of(layer.in_features) else 0 for layer in quantized]
@@ -222,8 +229,7 @@ def test_the_report_accounts_for_every_layer_and_byte(settings):
     assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT])
     for reason, is_linear in ((KEPT, True), (NOT_LINEAR, False)):
         assert {isinstance(model.get_submodule(name), nn.Linear) for name in groups[reason]} == {is_linear}
-    assert len(report.groups[QUANTIZED]) == 28
-    assert f"28 linears to {settings.scheme}, " in report.summary()
+    assert len(groups[QUANTIZED]) == 28
 
 
 ROTATED = [QuantizeSettings("int8-compute", rotation) for rotation in (16, 256)]
@@ -239,17 +245,17 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     with torch.device("meta"):
         blueprint = type(model).from_config(model.config)  # as planning has it
     planned, main_device = stored_bytes(blueprint, family, blocks, dtype.itemsize, settings)
-    report = apply_quantization(model, family, settings)
+    apply_quantization(model, family, settings)
     found = [num_bytes(model.get_submodule(block)) for block in blocks]
     assert planned == found
     assert main_device == num_bytes(model) - sum(found)
-    assert sum(planned) + main_device == total_bytes(report.groups)[1]
+    assert sum(planned) + main_device == total_bytes(sort_modules(blueprint, family, settings, dtype.itemsize))[1]
 
 
 @EVERY_VARIANT
 def test_a_family_that_keeps_everything_is_refused(settings):
     with pytest.raises(ValueError, match=r"Net keeps every linear of this Net in full precision"):
-        apply_quantization(Net(), Family(keep_full_precision=("*",)), settings)
+        describe_quantized(Net(), Family(keep_full_precision=("*",)), settings, 4)
 
 
 @EVERY_VARIANT
