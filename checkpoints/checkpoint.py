@@ -23,7 +23,7 @@ from . import model_class
 from .header import FileHeader, TensorRecord, read_header
 from .model_class import described, differences, expected_shapes, with_defaults
 from .model_files import LORA_NAME, UNET, Source, describe_other, find_source, first
-from .quantized_files import TYPE_NAMES, pair_scales, read_formats
+from .quantized_files import TYPE_NAMES, pair_scales
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
     families = (find_family(family),) if family else tuple(FAMILIES.values())
     wanted = find_variant(variant, families)[1] if variant else None
     source, headers, records = read_tensor_records(Path(path).expanduser(), wanted)
-    formats = read_formats(source.path, records, [header.metadata for header in headers])
-    records = pair_scales(source.path, records, formats)
+    records = pair_scales(source.path, records, [header.metadata for header in headers])
     class_name = source.config.get("_class_name")
     if any(class_name == each.transformer_class for each in FAMILIES.values()):
         info = _read_folder(source, records, families)

@@ -23,14 +23,13 @@ from ..families.registry import FAMILIES
 from ..patches.lora_linear import oft_change
 from .checkpoint import read_tensor_records
 from .header import FLOAT_TYPES, TensorRecord
-from .lora_file import DORA, MAGNITUDE, OFT, TITLES, A, B, Layer
+from .lora_file import DIFFUSERS, DORA, KOHYA, MAGNITUDE, OFT, ORIGINAL, TITLES, A, B, Layer
 from .lora_start import kind_of
 from .weight_file import WeightReader, open_weights, read_rows
 
 Rows = Callable[[int, int], Tensor]  # rows start to end of a matrix, float32
 Energy = tuple[float, float]  # squared norms, of a matrix and of what is kept of it
 
-ORIGINAL, KOHYA, DIFFUSERS = "diffusion_model.", "lora_unet_", "transformer."  # prefixes of layers in files
 _OVERSAMPLED, _ITERATIONS, _SEED = 16, 4, 0  # of the randomized SVD
 _CHUNK = 2**23  # numbers that are computed at a time, in whole rows
 _HELD = 2**27  # numbers of a matrix that is held whole

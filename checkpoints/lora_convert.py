@@ -15,8 +15,8 @@ from ..families.spec import ModelFamily
 from ..patches.lora import matches_any
 from ..patches.lora_linear import oft_change
 from . import lora_file, lora_start
-from .lora_change import DIFFUSERS, KOHYA, ORIGINAL, added_rows, spans_of, title_of
-from .lora_file import ALPHA, DORA, MAGNITUDE, OFT, A, B, LoraLayout
+from .lora_change import added_rows, spans_of, title_of
+from .lora_file import ALPHA, DIFFUSERS, DORA, KOHYA, MAGNITUDE, OFT, ORIGINAL, A, B, LoraLayout
 from .lora_start import LayerNames, has_size, is_text_layer, layer_size
 from .lora_tools import LoraFile, Result, Tensors
 from .model_class import expected_shapes

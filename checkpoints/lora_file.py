@@ -39,9 +39,8 @@ OFT = "oft_blocks"
 FIRST = ("lokr_w1", "lokr_w1_a", "hada_w1_a")  # what the strength of LoKr and LoHa is multiplied into
 EXACT = (ALPHA, DORA, MAGNITUDE)  # one number rounded would change a whole layer or row
 _KINDS = (A, B, *EXACT)  # in the order of a file
-_ORIGINAL_PREFIX = "diffusion_model."
-_DIFFUSERS_PREFIX = "transformer."
-_COMFYUI_PREFIX = "lora_unet_"  # of original names with underscores; ComfyUI reads them in every model
+# Prefixes of layers in files; the last of original names with underscores, which ComfyUI reads in every model.
+ORIGINAL, DIFFUSERS, KOHYA = "diffusion_model.", "transformer.", "lora_unet_"
 _CLIP_NUMBERS = {"clip_l": "1", "clip_g": "2"}  # where there are both
 _CLIP_LAYER = re.compile(rf"^{TEXT_ENCODERS}\.(?P<part>\w+)\.transformer\.(?P<name>.+)\.lora_(?P<kind>[AB])\.weight$")
 
@@ -162,13 +161,13 @@ def make_lora_tensors(
         for name, layer in _original_layers(family, own).items():
             if layout == "original":
                 layer[ALPHA] = torch.tensor(float(alpha) * (len(layer[A]) / rank), dtype=torch.float32)
-            written |= _named(_ORIGINAL_PREFIX + name, layer)
+            written |= _named(ORIGINAL + name, layer)
         return written
     layers = _by_module(trained, alpha / rank)
     for module, layer in layers.items():
         if DORA in layer:
             layer[MAGNITUDE] = layer.pop(DORA).reshape(-1)
-        written |= _named(_DIFFUSERS_PREFIX + module, layer)
+        written |= _named(DIFFUSERS + module, layer)
     if layout == "diffusers":
         return written
     layers = _by_module(for_comfyui, alpha / rank)
@@ -177,10 +176,10 @@ def make_lora_tensors(
         if DORA in layer:
             (stack,) = originals_of([module], family.renames).values()
             scale = swap_halves({DORA: layer[DORA].reshape(-1, 1)}, stack)  # ComfyUI swaps A and B alone
-            written |= _named(_DIFFUSERS_PREFIX + module, scale)
+            written |= _named(DIFFUSERS + module, scale)
     for name, layer in _original_layers(family, unread).items():
         copies = {kind: tensor.clone() for kind, tensor in layer.items()}  # A is in the file twice
-        written |= _named(_COMFYUI_PREFIX + name.replace(".", "_"), copies)
+        written |= _named(KOHYA + name.replace(".", "_"), copies)
     return written
 
 
@@ -252,9 +251,9 @@ def _lycoris_name(family: ModelFamily, module: str) -> str | None:
     """With its prefix; None where no loader finds one."""
     ((original, stack),) = originals_of([module], family.renames).items()
     if len(stack.members) == 1 and not stack.swap_halves:
-        return _ORIGINAL_PREFIX + original
+        return ORIGINAL + original
     is_found = family.shared_lora_names == "diffusers" and not matches_any(module, family.unread_lora)
-    return _DIFFUSERS_PREFIX + module if is_found else None
+    return DIFFUSERS + module if is_found else None
 
 
 def is_of_text(name: str) -> bool:

@@ -41,14 +41,13 @@ _SPELLINGS = {
     A: r"\.lora_A(\.default)?(\.weight)?|\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight",
     B: r"\.lora_B(\.default)?(\.weight)?|\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight",
     "alpha": r"\.alpha",
-    DORA: r"\.dora_scale",
     MAGNITUDE: r"\.lora_magnitude_vector(\.default)?(\.weight)?",
-    **{kind: rf"\.{kind}" for kind in (*LOKR, *LOHA, OFT)},
+    **{kind: rf"\.{kind}(\.default)?" for kind in (DORA, *LOKR, *LOHA, OFT)},
 }
 _SUFFIXES = {kind: re.compile(rf"^(.+?)({spelling})$") for kind, spelling in _SPELLINGS.items()}
 _PEFT_PREFIX = "base_model.model."
-_PREFIXES = (_PEFT_PREFIX, "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "lora_unet_")
-_MORE_PREFIXES = ("lora_transformer_", "lycoris_")
+_PREFIXES = (_PEFT_PREFIX, "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.")
+_PREFIXES += ("lora_unet_", "lora_transformer_", "lycoris_")  # of names with underscores
 _TEXT = re.compile(r"^(base_model\.model\.)?(lora_te|text_encoder|lora_prior_te|clip_)")
 
 _METADATA = "lora_adapter_metadata"
@@ -333,7 +332,7 @@ class LayerNames:
         """The linears that a layer of a file changes, under its name there; None if there are none."""
         bare = [name]
         for _ in range(2):  # "base_model.model.transformer."
-            bare += [n.removeprefix(p) for n in bare for p in (*_PREFIXES, *_MORE_PREFIXES) if n.startswith(p)]
+            bare += [n.removeprefix(p) for n in bare for p in _PREFIXES if n.startswith(p)]
         for each in bare:
             dotted = self._underscored.get(each, each)
             if dotted in self._known:

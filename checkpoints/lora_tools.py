@@ -26,8 +26,8 @@ from ..families.registry import FAMILIES
 from ..version import VERSION
 from . import lora_change, lora_start
 from .header import TensorRecord
-from .lora_change import DIFFUSERS, KOHYA, ORIGINAL, Base, Energy, Rows, needs_weight, title_of
-from .lora_file import ALPHA, EXACT, FIRST, A, B, Layer
+from .lora_change import Base, Energy, Rows, needs_weight, title_of
+from .lora_file import ALPHA, DIFFUSERS, EXACT, FIRST, KOHYA, ORIGINAL, A, B, Layer
 from .lora_start import Names, is_text_layer, layer_size
 from .weight_file import WeightReader, open_weights, read_rows, write_tensors
 

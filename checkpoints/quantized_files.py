@@ -55,21 +55,21 @@ _WHAT_WORKS = (
 
 
 @dataclass(frozen=True)
-class LayerFormat:
+class _LayerFormat:
     name: str  # ComfyUI's, e.g. "float8_e4m3fn"
     convrot: int = 0  # block of ComfyUI's rotation, 0 for none
 
 
-def read_formats(
+def _read_formats(
     path: Path, records: Mapping[str, TensorRecord], metadata: Iterable[Mapping[str, str]]
-) -> dict[str, LayerFormat]:
+) -> dict[str, _LayerFormat]:
     """By layer, of metadata with or without the model's prefix, and of comfy_quant tensors. Raises: ValueError for a
     note that is no JSON object with a format, or two notes that differ."""
     noted: list[dict[str, Any]] = []
     what = f"{path}: its {METADATA_KEY}"
     for said in (parse_json_object(each[METADATA_KEY], what) for each in metadata if METADATA_KEY in each):
         noted.append(expect(said.get("layers"), dict, f"{what}: layers"))
-    formats: dict[str, LayerFormat] = {}
+    formats: dict[str, _LayerFormat] = {}
     for name, record in records.items():
         layer, key = name.removesuffix(".weight"), record.key.removesuffix(".weight")
         for layers in noted if layer != name else ():
@@ -84,19 +84,20 @@ def read_formats(
     return formats
 
 
-def _parse_format(path: Path, layer: str, note: Any) -> LayerFormat:
+def _parse_format(path: Path, layer: str, note: Any) -> _LayerFormat:
     if not isinstance(note, dict) or not isinstance(note.get("format"), str):
         raise ValueError(f"{path} says {note!r} of {layer}, which names no format; download it again")
     settings = {**(note["params"] if isinstance(note.get("params"), dict) else {}), **note}
     block = int(settings.get("convrot_groupsize", 256)) if settings.get("convrot") else 0
-    return LayerFormat(note["format"], block)
+    return _LayerFormat(note["format"], block)
 
 
 def pair_scales(
-    path: Path, records: Mapping[str, TensorRecord], formats: Mapping[str, LayerFormat]
+    path: Path, records: Mapping[str, TensorRecord], metadata: Iterable[Mapping[str, str]]
 ) -> dict[str, TensorRecord]:
-    """The model's own tensors, each 8-bit one with its scale and rotation. Raises: ValueError naming the format, if it
-    is not one that is read, or the tensor that does not fit."""
+    """The model's own tensors, each 8-bit one with its scale and rotation. metadata: of its files. Raises: ValueError
+    naming the format, if it is not one that is read, or the tensor that does not fit."""
+    formats = _read_formats(path, records, metadata)
     others = [f"in {found.name} ({layer})" for layer, found in formats.items() if found.name not in _STORED_TYPES]
     for what, pattern in _OTHER_FORMATS.items():
         if names := [name for name in records if re.search(pattern, name)]:
@@ -132,7 +133,7 @@ def pair_scales(
     return own
 
 
-def _faults(record: TensorRecord, found: LayerFormat | None) -> Iterator[str]:
+def _faults(record: TensorRecord, found: _LayerFormat | None) -> Iterator[str]:
     """Each looks at what those before it have let pass."""
     key, scale, shape = record.key, record.scale, list(record.shape)
     if record.dtype == "I8" and not (found and scale):

@@ -247,5 +247,6 @@ def _loha_product(layer: Any, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _lokr_factors(layer: Any, name: str) -> tuple[Tensor, ...]:
-    first = layer.lokr_w1[name] if name in layer.lokr_w1 else layer.lokr_w1_a[name] @ layer.lokr_w1_b[name]
-    return first, *((layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name]))
+    """W1, and W2 or what it is the product of, the last one first. PEFT halves W1 where it is asked to alone."""
+    second = (layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name])
+    return layer.lokr_w1[name], *second

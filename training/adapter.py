@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.lora_file import DORA, FIRST, LOHA, LOKR, MAGNITUDE, OFT, A, B, is_of_text
+from ..checkpoints.lora_start import find_part
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lora import lora_parameters, matches_any, resolve_targets
@@ -20,9 +21,7 @@ from ..patches.lora_linear import add_magnitudes, apply_fused, apply_oft, change
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
-_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", DORA, *LOKR, *LOHA, OFT))
-_PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})\.{_ADAPTER}(\.weight)?$")
-_SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": DORA}
+_KINDS = (A, B, DORA, *LOKR, *LOHA, OFT)
 _TEXT_TARGETS = (f"{TEXT_ENCODERS}.*.encoder.layers.*",)
 _TEXT_PATTERN = rf"{TEXT_ENCODERS}\..*"  # for PEFT
 _ATTENTION = re.compile(r"attn|attention")  # in the names of attention's own linears, in diffusers and in ComfyUI
@@ -48,16 +47,17 @@ class LoraHandle:
         """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out]; of
         LoKr ".lokr_w1" [out1, in1], and ".lokr_w2" [out2, in2] or ".lokr_w2_a" [out2, R] and ".lokr_w2_b" [R, in2]; of
         LoHa ".hada_w1_a" and ".hada_w2_a" [out, R], "_b" [R, in]; of OFT ".oft_blocks" [out / b, b, b]."""
-        return {
-            _file_name(name): parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters().items()
-        }
+        return {name: each.detach().to("cpu", copy=True) for name, each in self._named_as_files().items()}
+
+    def _named_as_files(self) -> dict[str, nn.Parameter]:
+        return {_file_name(name): parameter for name, parameter in self.parameters().items()}
 
     def tensors_for_comfyui(self) -> dict[str, Tensor]:
         """As tensors(), with DoRA's m restated as m |W| / |W + sBA|: DoRA is m (W + sBA) / |W + sBA|, row by row, and
         ComfyUI (0.33) divides by |W| instead. Both are the same at strength 1."""
         tensors = self.tensors()
-        for name in [name for name in tensors if name.endswith(".dora_scale")]:
-            layer: Any = self.model.get_submodule(name.removesuffix(".dora_scale"))
+        for name in [name for name in tensors if name.endswith(f".{DORA}")]:
+            layer: Any = self.model.get_submodule(name.removesuffix(f".{DORA}"))
             tensors[name] = tensors[name].float() * _norm_ratio(layer).cpu()
         return tensors
 
@@ -66,24 +66,22 @@ class LoraHandle:
         """Take over the layers of a LoRA file (checkpoints/lora_start.py); others, and rows of A and columns of B
         beyond its rank, stay fresh. strength: alpha / rank of this adapter, which the file's is divided by. Raises:
         ValueError for LoKr that is cut otherwise, or a layer that is not here."""
+        trained = self._named_as_files()
         for name, given in layers.items():
             layer: Any = self._text_layer(name, given) if is_of_text(name) else self.model.get_submodule(name)
-            kinds: dict[str, Any] = {kind: getattr(layer, kind, {}) for kind in (*LOKR, *LOHA, OFT)}
-            if own := {kind: each[_ADAPTER] for kind, each in kinds.items() if _ADAPTER in each}:
-                parts = {kind: each for kind, each in given.items() if kind != DORA}
-                shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (parts, own)]
+            own = {kind: trained[f"{name}.{kind}"] for kind in _KINDS if f"{name}.{kind}" in trained}
+            if A in own:
+                rank = given[A].shape[0]
+                own[A][:rank] = given[A].to(own[A])
+                own[B][:, :rank] = (given[B] / strength).to(own[B])
+            else:
+                shapes = [{k: tuple(t.shape) for k, t in each.items() if k != DORA} for each in (given, own)]
                 if shapes[0] != shapes[1]:
                     found = f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}"
                     raise ValueError(f"{found}; set lora.factor and lora.rank to those of the file")
-                for kind, parameter in own.items():
-                    parameter.copy_(parts[kind] / strength if kind in FIRST else parts[kind])
-                magnitudes = getattr(layer, DORA, {})
-            else:
-                rank = given[A].shape[0]
-                layer.lora_A[_ADAPTER].weight[:rank] = given[A].to(layer.lora_A[_ADAPTER].weight)
-                layer.lora_B[_ADAPTER].weight[:, :rank] = (given[B] / strength).to(layer.lora_B[_ADAPTER].weight)
-                magnitudes = {each: module.weight for each, module in layer.lora_magnitude_vector.items()}
-            if _ADAPTER not in magnitudes:
+                for kind in shapes[1]:
+                    own[kind].copy_(given[kind] / strength if kind in FIRST else given[kind])
+            if DORA not in own:
                 continue
             if MAGNITUDE in given:
                 magnitude = given[MAGNITUDE].reshape(-1)
@@ -91,7 +89,7 @@ class LoraHandle:
                 magnitude = given[DORA].reshape(-1) / _norm_ratio(layer).cpu()
             else:  # plain: the length that it gives the rows
                 magnitude = changed_weight(layer, _ADAPTER).norm(dim=1)
-            magnitudes[_ADAPTER].copy_(magnitude.to(magnitudes[_ADAPTER]))
+            own[DORA].copy_(magnitude.to(own[DORA]))
 
     def _text_layer(self, name: str, given: Mapping[str, Tensor]) -> Any:
         """The layer of this fqn; the sizes of text encoders are not known before they are loaded."""
@@ -105,7 +103,7 @@ class LoraHandle:
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put saved tensors back, bit for bit. Raises: ValueError naming the first that is not this adapter's."""
-        parameters = {_file_name(name): parameter for name, parameter in self.parameters().items()}
+        parameters = self._named_as_files()
         if parameters.keys() != tensors.keys():
             differing = sorted(parameters.keys() ^ tensors.keys())
             raise ValueError(f"the saved LoRA is not of this job: {len(differing)} names differ, first {differing[0]}")
@@ -144,20 +142,19 @@ def _norm_ratio(layer: Any) -> Tensor:
 
 
 def _file_name(parameter_name: str) -> str:
-    match = _PARAMETER.match(parameter_name)
-    assert match is not None, parameter_name
-    return f"{match['module']}.{_SUFFIX.get(match['kind'], match['kind'])}"
+    part = find_part(parameter_name)
+    assert part is not None, parameter_name
+    return f"{part.layer}.{DORA if part.kind == MAGNITUDE else part.kind}"
 
 
 def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
     """The fqns of the linears that LoRA adapts, in module order, those of text encoders last. Raises: ValueError for
     patterns that match no linear, or a model whose attention nobody can tell by its names."""
-    left_out = tuple(pattern for pattern in settings.targets if pattern.startswith("!"))
-    patterns = tuple(pattern for pattern in settings.targets if pattern not in left_out)
-    if settings.layers:
-        found = resolve_targets(model, (*(f"{each.name}.*" for each in family.block_lists), *left_out))
-    else:
-        found = resolve_targets(model, (*(patterns or family.lora_targets), *left_out))
+    patterns = settings.targets
+    if all(pattern.startswith("!") for pattern in patterns):
+        usual = (f"{each.name}.*" for each in family.block_lists) if settings.layers else family.lora_targets
+        patterns = (*usual, *patterns)
+    found = resolve_targets(model, patterns)
     if settings.layers == "attention":
         fused = () if family.native is None else family.native.fused_attention
         found = [name for name in found if _ATTENTION.search(name) or matches_any(name, fused)]

@@ -7,7 +7,7 @@ import comfy.quant_ops
 import comfy.utils
 import torch
 from devicebridge.checkpoints.header import read_header
-from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats, read_scales
+from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_scales
 from devicebridge.checkpoints.weight_file import read_records
 from devicebridge.tests.comfy.cases import FOLDER, case, run_cases
 from safetensors.torch import save_file
@@ -50,7 +50,7 @@ def _is_read_alike(name: str, written: dict[str, torch.Tensor], loaded: dict[str
     save_file(written, file := FOLDER / f"{name}.safetensors")
     header = read_header(file)
     given = header.records()
-    records = pair_scales(file, given, read_formats(file, given, [header.metadata]))
+    records = pair_scales(file, given, [header.metadata])
     assert records.keys() == {"x.weight"} and records["x.weight"].is_quantized
     ((_, values),) = read_records(records)
     found = dequantize(values, read_scales(records)["x.weight"], records["x.weight"], torch.float32)

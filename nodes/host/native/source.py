@@ -18,7 +18,7 @@ from ....checkpoints.fingerprint import settings_fingerprint
 from ....checkpoints.header import FLOAT_TYPES, TORCH_TYPES, TensorRecord, read_header
 from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first
-from ....checkpoints.quantized_files import pair_scales, read_formats
+from ....checkpoints.quantized_files import pair_scales
 from ....checkpoints.weight_file import read_records
 from ....families import spec
 from ....families.comfy.conditions import VISION
@@ -93,8 +93,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
         if any(part.isdecimal() and (len(part) > 4 or int(part) >= _MOST_BLOCKS) for part in name.split(".")):
             raise ValueError(f"{path} has {name[:200]}, and no model has more than {_MOST_BLOCKS} blocks")
     said = {name: record for name, record in everything.items() if name in _SAYS}
-    formats = read_formats(path, records, [header.metadata])
-    records = pair_scales(path, records, formats)
+    records = pair_scales(path, records, [header.metadata])
     names = _read_small({**{f"{prefix}{name}": record for name, record in records.items()}, **said})
     config = _detect(path, names, prefix, dict(header.metadata))
     config.set_inference_dtype(getattr(torch, dtype), None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from devicebridge.checkpoints.fingerprint import file_fingerprint
 from devicebridge.checkpoints.header import read_header
-from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats
+from devicebridge.checkpoints.quantized_files import dequantize, pair_scales
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights, read_records, read_rows
 from devicebridge.quantization import stored
 from devicebridge.tests.gguf_files import KINDS, meaning, random_blocks, setting, text, write_gguf
@@ -127,7 +127,7 @@ def test_a_scale_beside_packed_weights_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", tensors)
     records = read_header(file, is_model=True).records()
     with pytest.raises(ValueError, match="x.scale_weight"):
-        pair_scales(file, records, read_formats(file, records, []))
+        pair_scales(file, records, [])
 
 
 def test_a_large_file_is_known_by_samples_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
