@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .checkpoints.checkpoint import CheckpointInfo
-from .checkpoints.load import load_through_cache, load_transformer
+from .checkpoints.load import load_through_cache
 from .config.model import Strategy, has_stages, holds_copies, shares_rows
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
@@ -24,7 +24,7 @@ from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
-from .quantization.quantize import Quantizer, QuantizeSettings
+from .quantization.quantize import QuantizeSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,19 +96,14 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     # 1. Every tensor goes from the file to its device, for none could hold the whole model. A layer is quantized before
     #    the next is read, for the same reason, and before LoRA exists, which it must not catch. What will be in host
     #    memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
-    quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
     placements = [placement.on(device) for device in placement.replicas] or [placement]
     plans = [_of_one(plan, index, each) for index, each in enumerate(placements)]
     offload = None
     if any(plan.offloaded_blocks):
         places = place_offloaded(placements[0], plans[0].kept_blocks, plans[0].offloaded_blocks)
         offload = WeightOffload(places)
-    if quantizer is None:
-        model = load_transformer(
-            info, _first_places(info, placement, offload, plan.dtype), plan.dtype, layer_store=offload
-        )
-    else:
-        model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, offload)
+    device_of = placement.device_of if plan.quantize else _first_places(info, placement, offload, plan.dtype)
+    model = load_through_cache(plan.quantized_cache, info, device_of, plan.dtype, plan.quantize, offload)
     #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
     #    What is in host memory they have in common.
     models, offloads = [model], [offload]

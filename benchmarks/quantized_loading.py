@@ -40,7 +40,7 @@ from devicebridge.checkpoints.load import (  # noqa: E402
 )
 from devicebridge.parallel.devices import available_devices, release_cached_memory, synchronize  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement  # noqa: E402
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, stored_bytes  # noqa: E402
+from devicebridge.quantization.quantize import QuantizeSettings, stored_bytes  # noqa: E402
 from devicebridge.tests.emulated import CARDS, emulated_cards  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_checkpoint import bytes_of, write_diffusers_folder, write_single_file  # noqa: E402
@@ -171,8 +171,8 @@ def load(info: CheckpointInfo, placement: Placement, scheme: str, cache: Path | 
         if scheme == "bf16":
             model = load_transformer(info, placement.device_of, torch.bfloat16)
         else:
-            quantizer = Quantizer(FAMILY, QuantizeSettings(scheme))  # type: ignore[arg-type]
-            model = load_through_cache(cache, info, placement.device_of, torch.bfloat16, quantizer)
+            settings = QuantizeSettings(scheme)  # type: ignore[arg-type]
+            model = load_through_cache(cache, info, placement.device_of, torch.bfloat16, settings)
         synchronize(devices)
         seconds = time.perf_counter() - start
     weights = bytes_per_device(base_tensors(model))

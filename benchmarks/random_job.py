@@ -31,10 +31,12 @@ from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.question import Question
 from devicebridge.quantization.quantize import (
     FileFormat,
-    Quantizer,
     QuantizeSettings,
     Stored8,
     empty_stored,
+    is_wanted,
+    round_linear,
+    take_stored,
 )
 from devicebridge.quantization.stored import PACKINGS, ROWS
 from devicebridge.tests.emulated import CARDS
@@ -157,7 +159,6 @@ def draw_model(
         model = getattr(diffusers, family.transformer_class)(**config)
     of_file = STORED.get(scheme)
     settings = None if scheme == "bf16" else QuantizeSettings("stored" if of_file else scheme)  # type: ignore[arg-type]
-    quantizer = None if settings is None else Quantizer(family, settings)
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
     if store is not None:
         store.begin(model, [fqn for fqn, module in model.named_modules() if module._parameters])
@@ -166,10 +167,12 @@ def draw_model(
         if of_file is not None and isinstance(module, nn.Linear):
             module.file_format = of_file  # type: ignore[assignment]
         _materialize(fqn, module, device_of(fqn), seeds, fill)
-        if quantizer is not None and quantizer.is_wanted(fqn, module):
-            is_stored = of_file is not None and isinstance(module, nn.Linear)
-            taken = quantizer.take(fqn, module, _stored_as(module), torch.bfloat16) if is_stored else None
-            model.set_submodule(fqn, taken or quantizer.finish(module))
+        if settings is not None and is_wanted(fqn, module, family, settings):
+            if of_file is not None:
+                done = take_stored(fqn, module, _stored_as(module), torch.bfloat16, settings)
+            else:
+                done = round_linear(module, settings)
+            model.set_submodule(fqn, done)
         if store is not None and any(parameter is not None for parameter in module._parameters.values()):
             store.finish(fqn)
     for name, buffer in list(model.named_buffers()):

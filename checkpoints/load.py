@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..patches.hooks import parameters_on_meta
-from ..quantization.quantize import Quantizer, Stored8
+from ..quantization.quantize import QuantizeSettings, Stored8, is_wanted, round_linear, take_stored
 from ..quantization.stored import ROWS
 from ..system.stopping import alive
 from .checkpoint import CheckpointInfo
@@ -69,7 +69,7 @@ def load_transformer(
     info: CheckpointInfo,
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
-    quantizer: Quantizer | None = None,
+    settings: QuantizeSettings | None = None,
     layer_store: WeightOffload | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
@@ -80,12 +80,12 @@ def load_transformer(
 
     Args:
         device_of: from a parameter's or buffer's fqn to its device.    dtype: of the weights; see weight_types.
-        quantizer: rounds layers, or takes them over where it can multiply with the file's type; others are dequantized.
+        settings: which layers are rounded, or taken over as the file has them; others are dequantized.
         layer_store: gets every layer that is final.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     model = make_unfilled_transformer(info)
-    _Loader(model, info, device_of, dtype, quantizer, layer_store).load()
+    _Loader(model, info, device_of, dtype, settings, layer_store).load()
     for name, buffer in list(model.named_buffers()):
         put_tensor(model, name, buffer.to(device_of(name)))
     return model.requires_grad_(False).eval()
@@ -96,20 +96,20 @@ def load_through_cache(
     info: CheckpointInfo,
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
-    quantizer: Quantizer,
+    settings: QuantizeSettings | None,
     layer_store: WeightOffload | None = None,
 ) -> torch.nn.Module:
-    """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
-    if folder is None:
-        return load_transformer(info, device_of, dtype, quantizer, layer_store)
-    cached = open_cached(folder, info, quantizer.settings, dtype)
+    """load_transformer; what it rounds comes from the cache, or goes into it. folder: None for no cache."""
+    if folder is None or settings is None:
+        return load_transformer(info, device_of, dtype, settings, layer_store)
+    cached = open_cached(folder, info, settings, dtype)
     if cached is not None:
         try:
-            return load_transformer(cached, device_of, dtype, quantizer, layer_store)
+            return load_transformer(cached, device_of, dtype, settings, layer_store)
         except FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
             _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
-    model = load_transformer(info, device_of, dtype, quantizer, layer_store)
-    keep_quantized(folder, info, quantizer.settings, dtype, model)
+    model = load_transformer(info, device_of, dtype, settings, layer_store)
+    keep_quantized(folder, info, settings, dtype, model)
     return model
 
 
@@ -119,13 +119,12 @@ class _Loader:
     info: CheckpointInfo
     device_of: Callable[[str], torch.device]
     dtype: torch.dtype
-    quantizer: Quantizer | None
+    settings: QuantizeSettings | None
     layer_store: WeightOffload | None
 
     def __post_init__(self) -> None:
-        quantizer = self.quantizer
-        self._dtype_of = weight_types(self.model, self.dtype)
-        self._wanted = {n for n, m in self.model.named_modules() if quantizer is not None and quantizer.is_wanted(n, m)}
+        self._dtype_of, family = weight_types(self.model, self.dtype), self.info.family
+        self._wanted = {n for n, m in self.model.named_modules() if is_wanted(n, m, family, self.settings)}
         self._scales = read_scales(self.info.tensors)
         self._waiting = Counter(name.rpartition(".")[0] for name in self.info.tensors)
         self._taken: dict[str, Stored8] = {}  # weights of layers whose other tensors have not all arrived
@@ -170,20 +169,20 @@ class _Loader:
             return
         module = self.model.get_submodule(layer)
         if layer in self._taken:
-            assert self.quantizer is not None and isinstance(module, torch.nn.Linear)
+            assert self.settings is not None and isinstance(module, torch.nn.Linear)
             stored, dtype = self._taken.pop(layer), self._dtype_of(f"{layer}.weight")
-            self.model.set_submodule(layer, self.quantizer.take(layer, module, stored, dtype))
+            self.model.set_submodule(layer, take_stored(layer, module, stored, dtype, self.settings))
         elif layer in self._wanted:
-            assert self.quantizer is not None
-            self.model.set_submodule(layer, self.quantizer.finish(module))
+            assert self.settings is not None and isinstance(module, torch.nn.Linear)
+            self.model.set_submodule(layer, round_linear(module, self.settings))
         if self.layer_store is not None:
             self.layer_store.finish(layer)
 
     def _is_taken(self, layer: str) -> bool:
         """Whether a layer's weight stays as the file has it."""
-        if self.quantizer is None or layer not in self._wanted:
+        if self.settings is None or layer not in self._wanted:
             return False
-        return is_kept(self.info.tensors[f"{layer}.weight"], self.quantizer.settings)
+        return is_kept(self.info.tensors[f"{layer}.weight"], self.settings)
 
 
 def find_owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

@@ -30,7 +30,7 @@ from ..parallel.devices import CPU
 from ..parallel.local.tokens import OneDeviceError
 from ..parallel.placement import block_names
 from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
-from ..quantization.quantize import Quantizer, QuantizeSettings, empty_stored
+from ..quantization.quantize import QuantizeSettings, empty_stored, is_wanted, take_stored
 from ..training.adapter import apply_lora, find_targets
 from ..training.objective import predict, prediction_loss
 
@@ -127,7 +127,6 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     """Cut a model down, with its linears quantized and LoRA attached as a job would; parameters stay on meta."""
     names = block_names(model, family)
     targets = set(find_targets(model, family, work.lora))
-    quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
     known: dict[Any, int] = {}  # kinds, by what is equal for blocks of one list that cost alike
     kind_of = []
     for name in names:
@@ -135,7 +134,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
         inner = [(leaf, f"{name}.{leaf}", module) for leaf, module in block.named_modules()]
         shapes = tuple((leaf, tuple(tensor.shape)) for leaf, tensor in block.named_parameters())
         adapted = tuple(leaf for leaf, fqn, _ in inner if fqn in targets)
-        wanted = ((leaf, m) for leaf, fqn, m in inner if quantizer is not None and quantizer.is_wanted(fqn, m))
+        wanted = ((leaf, m) for leaf, fqn, m in inner if is_wanted(fqn, m, family, work.quantize))
         rounded = tuple((leaf, getattr(m, "file_format", None)) for leaf, m in wanted)
         alike = name.rpartition(".")[0], type(block), shapes, adapted, rounded
         kind_of.append(known.setdefault(alike, len(known)))
@@ -163,10 +162,10 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     for name, parameter in list(model.named_parameters()):
         put_tensor(model, name, torch.empty(parameter.shape, dtype=dtype_of(name), device=META))
     for fqn, module in list(model.named_modules()):
-        if quantizer and isinstance(module, nn.Linear) and quantizer.is_wanted(whole_name(fqn), module):
+        if work.quantize is not None and is_wanted(whole_name(fqn), module, family, work.quantize):
             # As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run.
-            stored = empty_stored(module, quantizer.settings)
-            model.set_submodule(fqn, quantizer.take(whole_name(fqn), module, stored, module.weight.dtype))
+            stored, dtype = empty_stored(module, work.quantize), module.weight.dtype
+            model.set_submodule(fqn, take_stored(whole_name(fqn), module, stored, dtype, work.quantize))
     short = tuple(fqn for fqn, _ in model.named_modules() if whole_name(fqn) in targets)
     apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
     return ShortModel(model, names, kind_of, calls)

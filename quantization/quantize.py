@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -75,40 +75,39 @@ class Stored8:
     form: FileFormat
 
 
-class Quantizer:
-    """Converts linears one at a time, as a loader hands them over. Nothing can be undone."""
+def is_wanted(
+    fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings | None
+) -> TypeGuard[nn.Linear]:
+    """Whether a module is to be quantized; settings None quantize nothing."""
+    return settings is not None and _treatment(fqn, module, family, settings) == QUANTIZED
 
-    def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
-        self.settings = settings
-        self._family = family
 
-    def is_wanted(self, fqn: str, module: nn.Module) -> bool:
-        return _treatment(fqn, module, self._family, self.settings) == QUANTIZED
+def round_linear(module: nn.Linear, settings: QuantizeSettings) -> FrozenLinear8:
+    """What takes the place of a linear whose tensors have their final values and places. Raises: ValueError for weights
+    that are not finite."""
+    block = settings.rotation_of(module.in_features)
+    done = FrozenLinear8.from_linear(module, settings.scheme, rotation=block)  # type: ignore[arg-type]
+    return done.train(module.training)
 
-    def finish(self, module: nn.Module) -> nn.Module:
-        """Round a module that is wanted, and whose tensors have their final values and places; returns what takes its
-        place. Raises: ValueError for weights that are not finite."""
-        assert isinstance(module, nn.Linear)
-        block = self.settings.rotation_of(module.in_features)
-        done = FrozenLinear8.from_linear(module, self.settings.scheme, rotation=block)  # type: ignore[arg-type]
-        return done.train(module.training)
 
-    def take(self, fqn: str, module: nn.Linear, stored: Stored8, dtype: torch.dtype) -> nn.Module:
-        """Use a weight that is in 8 bits already, without a copy; returns what takes the module's place.
+def take_stored(
+    fqn: str, module: nn.Linear, stored: Stored8, dtype: torch.dtype, settings: QuantizeSettings
+) -> FrozenLinear8:
+    """What takes the module's place, with a weight that is in 8 bits already, without a copy.
 
-        Args:
-            module: its bias stays; its weight is not read and may be on meta.    dtype: that the layer computes in.
-        Raises: ValueError for a weight that is not finite.
-        """
-        form = stored.form
-        assert self.is_wanted(fqn, module) and is_taken(form, self.settings), (fqn, form)
-        if stored.weight.device.type != "meta":
-            _refuse_unsound(fqn, stored)
-        width = num_inputs(stored.weight, form.packing)
-        assert (stored.weight.shape[0], width) == (module.out_features, module.in_features), (fqn, stored.weight.shape)
-        rotation = rotation_for(stored.weight, form.dtype, form.rotation, is_comfys=form.is_comfys)
-        packing = "" if self.settings.is_compute else form.packing
-        return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
+    Args:
+        module: its bias stays; its weight is not read and may be on meta.    dtype: that the layer computes in.
+    Raises: ValueError for a weight that is not finite.
+    """
+    form = stored.form
+    assert is_taken(form, settings), (fqn, form)
+    if stored.weight.device.type != "meta":
+        _refuse_unsound(fqn, stored)
+    width = num_inputs(stored.weight, form.packing)
+    assert (stored.weight.shape[0], width) == (module.out_features, module.in_features), (fqn, stored.weight.shape)
+    rotation = rotation_for(stored.weight, form.dtype, form.rotation, is_comfys=form.is_comfys)
+    packing = "" if settings.is_compute else form.packing
+    return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
 
 
 def _refuse_unsound(fqn: str, stored: Stored8) -> None:

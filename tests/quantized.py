@@ -2,16 +2,15 @@
 
 import torch
 from devicebridge.families.spec import ModelFamily
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
+from devicebridge.quantization.quantize import QuantizeSettings, is_wanted, round_linear
 from devicebridge.tests.emulated import on_cpu
 from torch import nn
 
 
 def apply_quantization(model: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> None:
-    quantizer = Quantizer(family, settings)
     for name, module in list(model.named_modules()):
-        if quantizer.is_wanted(name, module):
-            model.set_submodule(name, quantizer.finish(module))
+        if is_wanted(name, module, family, settings):
+            model.set_submodule(name, round_linear(module, settings))
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

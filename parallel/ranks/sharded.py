@@ -21,7 +21,7 @@ from ...checkpoints.quantized_files import dequantize, is_kept, read_scales
 from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_records, read_rows
 from ...quantization.eight_bit import quantize_weight, rotation_for
 from ...quantization.frozen_linear import FrozenLinear8
-from ...quantization.quantize import Quantizer, QuantizeSettings, empty_stored
+from ...quantization.quantize import QuantizeSettings, empty_stored, is_wanted
 from ...system.stopping import alive
 from ..block_lists import called_modules
 from ..offload.activations import ActivationOffload
@@ -69,18 +69,16 @@ class _Filler:
         settings: QuantizeSettings | None,
     ) -> None:
         self._model, self._info, self._device = model, info, device
-        self._quantizer = None if settings is None else Quantizer(info.family, settings)
+        self._settings = settings
         self._group = mesh.get_group(mesh.ndim - 1)
         self._dtype_of = weight_types(model, dtype)
         self._scales = read_scales(info.tensors)
         self._rounded: dict[str, torch.Tensor] = {}  # scales of this process's rows, by linear
 
     def prepare(self) -> None:
-        if (quantizer := self._quantizer) is not None:
-            wanted = [(n, m) for n, m in self._model.named_modules() if quantizer.is_wanted(n, m)]
-            for name, linear in wanted:
-                assert isinstance(linear, nn.Linear)
-                stored = empty_stored(linear, quantizer.settings)
+        for name, linear in list(self._model.named_modules()):
+            if self._settings is not None and is_wanted(name, linear, self._info.family, self._settings):
+                stored = empty_stored(linear, self._settings)
                 like = torch.empty(0, linear.in_features, device=self._device)
                 form = stored.form
                 rotation = rotation_for(like, form.dtype, form.rotation, is_comfys=form.is_comfys)
@@ -148,8 +146,8 @@ class _Filler:
         return rounded
 
     def _is_taken(self, linear: str) -> bool:
-        assert self._quantizer is not None
-        return is_kept(self._info.tensors[f"{linear}.weight"], self._quantizer.settings)
+        assert self._settings is not None
+        return is_kept(self._info.tensors[f"{linear}.weight"], self._settings)
 
     def _owner(self, name: str) -> nn.Module:
         return self._model.get_submodule(name.rpartition(".")[0])

@@ -12,7 +12,7 @@ from devicebridge.checkpoints.lora_file import A, B
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import path_of_model, read_native
 from devicebridge.nodes.load import recognised
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.comfy.cases import FOLDER, case, expect_refusal, run_cases
 from devicebridge.tests.comfy.native_steps import Bench
 from devicebridge.tests.comfy.other_families import OTHERS
@@ -73,8 +73,7 @@ def a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly() -> None:
         meant, info = _save(form, path), read_native(path, "float32")
         found = load_transformer(info, lambda name: CPU, torch.float32).state_dict()
         wrong = [name for name, tensor in meant.items() if not torch.equal(found[name], tensor)]
-        quantizer = Quantizer(info.family, QuantizeSettings(scheme, rotation=0))
-        model = load_transformer(info, lambda name: CPU, torch.float32, quantizer)
+        model = load_transformer(info, lambda name: CPU, torch.float32, QuantizeSettings(scheme, rotation=0))
         held = dict(model.named_parameters()) | dict(model.named_buffers())
         with safe_open(path, "pt") as file:
             for name in (name for name in meant if info.tensors[name].is_quantized):

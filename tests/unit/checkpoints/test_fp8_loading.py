@@ -11,7 +11,7 @@ from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
 from devicebridge.quantization import eight_bit
-from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
+from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,13 +43,13 @@ class _Scale(TorchDispatchMode):
         return result
 
 
-def _load(info, quantizer):
+def _load(info, settings):
     """The model, most bytes on each card, and bytes at the end."""
     blocks = block_names(empty := make_empty_transformer(info), info.family)
     sizes, main_device = parameter_bytes(empty, blocks, 2)
     placement = plan_placement(blocks, CARDS[:2], block_cost=sizes, main_cost=main_device)
     with _Scale() as scale:
-        model = load_transformer(info, placement.device_of, torch.bfloat16, quantizer)
+        model = load_transformer(info, placement.device_of, torch.bfloat16, settings)
     return model, scale.peaks, scale.now()
 
 
@@ -66,9 +66,7 @@ def test_no_card_holds_more_than_the_result_and_one_layer(scheme, tmp_path, monk
         largest = max(p.nbytes for p in plain.parameters())
         del plain
         # no rotation: of layers this small its matrix would be the larger part
-        quantizer = Quantizer(info.family, QuantizeSettings(scheme, rotation=0))
-        model, peaks, final = _load(info, quantizer)
-        quantizer.close(model)
+        model, peaks, final = _load(info, QuantizeSettings(scheme, rotation=0))
         for card in peaks:
             assert 0 < final[card] <= peaks[card] <= final[card] + largest + 32 * piece
             assert peaks[card] < whole[card]  # what loading first and quantizing later would need

@@ -19,7 +19,7 @@ from devicebridge.checkpoints import load, quantized_cache, weight_file
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from devicebridge.checkpoints.load import load_through_cache, load_transformer
 from devicebridge.checkpoints.quantized_cache import open_cached
-from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
+from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings, is_wanted
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.weight_files import assert_same_model, cpu
@@ -34,8 +34,7 @@ def _checkpoint(folder: Path, name: str = "wan", seed: int = 0) -> CheckpointInf
 
 
 def _load(folder: Path | None, info: CheckpointInfo, settings: QuantizeSettings = INT8) -> torch.nn.Module:
-    quantizer = Quantizer(info.family, settings)
-    return load_through_cache(folder, info, cpu, BF16, quantizer)
+    return load_through_cache(folder, info, cpu, BF16, settings)
 
 
 def _forget_weights(info: CheckpointInfo, wanted: set[str]) -> None:
@@ -74,14 +73,13 @@ def test_the_cached_model_is_the_freshly_quantized_one(name, scheme, tmp_path):
     before = _state(folder)
     cached = open_cached(folder, info, settings, BF16)
     assert cached is not None
-    quantizer = Quantizer(info.family, settings)
-    layers = {n for n, m in expected.named_modules() if quantizer.is_wanted(n, m)}
+    layers = {n for n, m in expected.named_modules() if is_wanted(n, m, info.family, settings)}
     assert {n for n, r in cached.tensors.items() if r.file == entry} == {f"{n}.weight" for n in layers}
     assert safetensors.torch.load_file(entry).keys() >= {f"{n}.weight_scale" for n in layers}
     blocks = {0 if (turn := expected.get_submodule(n).rotation) is None else len(turn) for n in layers}
     assert (blocks > {0} or blocks == {64} or 16 in blocks) if scheme == "int8-compute" else blocks == {0}
     _forget_weights(info, layers)
-    model = load_transformer(cached, cpu, BF16, quantizer)
+    model = load_transformer(cached, cpu, BF16, settings)
     assert_same_model(model, expected)
     assert _state(folder) == before
 
@@ -246,8 +244,8 @@ def test_a_disk_that_refuses_costs_one_line(failing, tmp_path, caplog, monkeypat
 
     said = "No space left on device"
     if failing == "room":  # known before anything is written
-        quantizer, usage = Quantizer(info.family, INT8), type(shutil.disk_usage("/"))
-        layers: list[Any] = [m for n, m in expected.named_modules() if quantizer.is_wanted(n, m)]
+        usage = type(shutil.disk_usage("/"))
+        layers: list[Any] = [m for n, m in expected.named_modules() if is_wanted(n, m, info.family, INT8)]
         room = sum(each.weight.nbytes + each.scale.nbytes for each in layers) - 1000
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - room, room))
         monkeypatch.setattr(weight_file, "alive", fail)

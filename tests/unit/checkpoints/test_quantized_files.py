@@ -16,7 +16,14 @@ from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization import stored
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, describe_quantized, full_weight
+from devicebridge.quantization.quantize import (
+    SCHEMES,
+    QuantizeSettings,
+    describe_quantized,
+    full_weight,
+    is_wanted,
+    round_linear,
+)
 from devicebridge.quantization.stored import make_convrot
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.gguf_files import pack, write_gguf
@@ -113,7 +120,7 @@ FILES = [(name, how) for name in TINY for how in FORMATS if name == "flux1" or h
     ],
 )
 @pytest.mark.parametrize(("name", "how"), FILES)
-def test_without_a_quantizer_it_is_weight_times_scale(name, how, layout, prefix, dtype, tmp_path):
+def test_without_settings_it_is_weight_times_scale(name, how, layout, prefix, dtype, tmp_path):
     meaning = _write(tmp_path / "model.safetensors", _tensors(name, layout), FORMATS[how], prefix)
     info = read_checkpoint(tmp_path / "model.safetensors")
     assert (info.layout, info.family.name, info.variant and info.variant.name) == (layout, name, f"tiny-{name}")
@@ -151,13 +158,12 @@ def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme
     exact = load_transformer(plain, cpu, torch.bfloat16)
     rounded = load_transformer(plain, cpu, torch.bfloat16)
     family, settings = FAMILIES[name], QuantizeSettings(scheme, rotation=16)
-    quantizer = Quantizer(family, settings)
     apply_quantization(rounded, family, settings)
-    model = load_transformer(info, cpu, torch.bfloat16, quantizer)
+    model = load_transformer(info, cpu, torch.bfloat16, settings)
     num_taken = num_wanted = 0
     for fqn, module in model.named_modules():
         record = info.tensors.get(f"{fqn}.weight")
-        if not quantizer.is_wanted(fqn, module) or record is None:
+        if not is_wanted(fqn, module, family, settings) or record is None:
             continue
         num_wanted += 1
         stored, reference = module, rounded.get_submodule(fqn)
@@ -195,12 +201,12 @@ def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pyte
         return CARDS[1] if name.startswith("single_") else CARDS[0]
 
     with emulated_cards(2), caplog.at_level(logging.INFO):
-        quantizer = Quantizer(info.family, QuantizeSettings("fp8-compute"))
-        model = load_transformer(info, device_of, torch.bfloat16, quantizer)
+        settings = QuantizeSettings("fp8-compute")
+        model = load_transformer(info, device_of, torch.bfloat16, settings)
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             assert parameter.device == device_of(name), name
         for name, module in model.named_modules():
-            if quantizer.is_wanted(name, module):
+            if is_wanted(name, module, info.family, settings):
                 values = on_cpu(module.weight).float() * on_cpu(module.scale)
                 assert torch.equal(values.bfloat16(), plain.get_submodule(name).weight), name
     num_kept = sum(isinstance(module, FrozenLinear8) for module in model.modules())
@@ -256,8 +262,8 @@ def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Pat
     turned = torch.cat([piece @ _convrot(16).t() for piece in plain.split(16, 1)], 1)
     assert torch.allclose(exact.weight.double(), turned, atol=1e-6)
     settings = QuantizeSettings("int8")
-    rounded = load_transformer(info, cpu, torch.float32, Quantizer(info.family, settings))
-    expected = Quantizer(info.family, settings).finish(exact)
+    rounded = load_transformer(info, cpu, torch.float32, settings)
+    expected = round_linear(exact, settings)
     assert torch.equal(rounded.get_submodule(name).weight, expected.weight)
 
 
@@ -274,8 +280,7 @@ def test_a_gguf_file_is_the_model_that_its_plain_weights_are(name: str, tmp_path
     plain = _write_plain(tmp_path / "plain.safetensors", meaning)
     exact = load_transformer(plain, cpu, torch.float32)
     assert_same_model(load_transformer(info, cpu, torch.float32), exact)
-    quantizer = Quantizer(info.family, QuantizeSettings("stored"))
-    model = load_transformer(info, cpu, torch.float32, quantizer)
+    model = load_transformer(info, cpu, torch.float32, QuantizeSettings("stored"))
     assert sum(isinstance(module, FrozenLinear8) for module in model.modules()) > 5
     for fqn, module in exact.named_modules():
         if isinstance(module, torch.nn.Linear):

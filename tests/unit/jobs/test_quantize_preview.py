@@ -20,7 +20,6 @@ from devicebridge.quantization.quantize import (
     NOT_LINEAR,
     QUANTIZED,
     SCHEMES,
-    Quantizer,
     QuantizeSettings,
     refusal,
     sort_modules,
@@ -46,8 +45,7 @@ def test_the_preview_says_what_the_loaded_model_is(models: dict[str, str], famil
         size = 4 * sum(math.prod(record.shape) for record in info.tensors.values())
         assert preview_model(config, CPU) == f"none: all weights in float32, {size / 1e9:.2f} GB"
         return
-    quantizer = Quantizer(info.family, config.quantize_settings)
-    model = load_transformer(info, lambda name: torch.device("cpu"), torch.float32, quantizer)
+    model = load_transformer(info, lambda name: torch.device("cpu"), torch.float32, config.quantize_settings)
     groups = sort_modules(make_empty_transformer(info), info.family, config.quantize_settings, 4)
     found = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear8)}
     assert groups[QUANTIZED].keys() == found.keys()

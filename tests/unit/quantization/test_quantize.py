@@ -20,7 +20,6 @@ from devicebridge.quantization.quantize import (
     QUANTIZED,
     SCHEMES,
     FileFormat,
-    Quantizer,
     QuantizeSettings,
     Stored8,
     describe_quantized,
@@ -28,6 +27,7 @@ from devicebridge.quantization.quantize import (
     refusal,
     sort_modules,
     stored_bytes,
+    take_stored,
 )
 from devicebridge.quantization.stored import ROWS
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -185,23 +185,22 @@ KINDS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
     rows = torch.ones(96, 1)
     for settings in VARIANTS.values():
-        quantizer = Quantizer(Family(), settings)
         other = torch.int8 if settings.stored_dtype is torch.float8_e4m3fn else torch.float8_e4m3fn
         known = [kind for kind in KINDS if is_taken(FileFormat(kind, 0, False, ROWS), settings)]
         assert known == [settings.stored_dtype]
         kind = settings.stored_dtype
         rotated = Stored8(torch.zeros(96, 64, dtype=kind), rows, FileFormat(kind, 64, is_comfys=True))
         if settings.scheme == "int8-compute":
-            taken = quantizer.take("first", Net().first, rotated, torch.float32)
+            taken = take_stored("first", Net().first, rotated, torch.float32, settings)
             assert len(taken.rotation) == 64 and taken.weight.data_ptr() == rotated.weight.data_ptr()
         foreign = Stored8(torch.zeros(96, 64, dtype=other), rows, FileFormat(other))
         turned = Stored8(torch.zeros(64, 96, dtype=kind), torch.ones(64, 1), FileFormat(kind))
         for stored in (foreign, turned) if settings.scheme == "int8-compute" else (foreign, turned, rotated):
             with pytest.raises(AssertionError, match="first"):
-                quantizer.take("first", Net().first, stored, torch.float32)
+                take_stored("first", Net().first, stored, torch.float32, settings)
         with pytest.raises(AssertionError, match="proj_out"):
             part = Stored8(rotated.weight[:32], rows[:32], FileFormat(kind))
-            quantizer.take("proj_out", Net().proj_out, part, torch.float32)
+            take_stored("proj_out", Net().proj_out, part, torch.float32, settings)
 
 
 def total_bytes(groups):

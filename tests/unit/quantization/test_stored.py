@@ -14,13 +14,14 @@ from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import (
     QUANTIZED,
     FileFormat,
-    Quantizer,
     QuantizeSettings,
     Stored8,
     auto_schemes,
     describe_quantized,
     full_weight,
+    is_wanted,
     sort_modules,
+    take_stored,
 )
 from devicebridge.quantization.stored import ROWS, make_convrot
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -71,15 +72,15 @@ def _note(linear: nn.Linear, given: Stored8) -> None:
     linear.file_format = given.form  # type: ignore
 
 
-def _taken(form: str) -> tuple[Net, Net, Quantizer]:
+def _taken(form: str) -> tuple[Net, Net]:
     """A net that keeps the weight as it is stored, and one that has what it means."""
     (given, plain), kept, exact = _make(form), Net(), Net()
     exact.blocks[0].weight = nn.Parameter(plain, requires_grad=False)
-    quantizer, linear = Quantizer(FAMILY, SETTINGS), cast(nn.Linear, kept.blocks[0])
+    linear = cast(nn.Linear, kept.blocks[0])
     _note(linear, given)
-    assert quantizer.is_wanted("blocks.0", linear) and not quantizer.is_wanted("proj", kept.proj)
-    kept.blocks[0] = quantizer.take("blocks.0", linear, given, torch.float32)
-    return kept, exact, quantizer
+    assert is_wanted("blocks.0", linear, FAMILY, SETTINGS) and not is_wanted("proj", kept.proj, FAMILY, SETTINGS)
+    kept.blocks[0] = take_stored("blocks.0", linear, given, torch.float32, SETTINGS)
+    return kept, exact
 
 
 def _with_lora(net: Net, **options: Any) -> dict[str, torch.Tensor]:
@@ -94,7 +95,7 @@ def _with_lora(net: Net, **options: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("form", FORMATS)
 def test_forward_and_gradients_are_those_of_the_plain_weight(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the weight is made plain in pieces, of rows forwards and of columns backwards."""
-    kept, exact, quantizer = _taken(form)
+    kept, exact = _taken(form)
     layer = cast(FrozenLinear8, kept.blocks[0])
     atol = 0 if layer.rotation is None else 1e-6
     assert torch.allclose(full_weight(layer), exact.blocks[0].weight, rtol=0, atol=atol)
@@ -135,7 +136,7 @@ def test_products_of_pieces_begin_where_cards_are_fast(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("form", ["Q4_K", "int8 convrot"])
 def test_a_layer_keeps_its_bytes_whatever_moves_it_and_tells_their_number(form: str) -> None:
     given, _ = _make(form)
-    kept, _, _ = _taken(form)
+    kept, _ = _taken(form)
     layer, linear = kept.blocks[0].to(torch.bfloat16), nn.Linear(K, N, device="meta")
     assert layer.weight.dtype is given.weight.dtype and torch.equal(layer.weight, given.weight)
     assert (layer.in_features, layer.out_features) == (K, N)
@@ -148,7 +149,7 @@ def test_a_layer_keeps_its_bytes_whatever_moves_it_and_tells_their_number(form: 
 
 
 def test_dora_and_what_is_no_number() -> None:
-    kept, exact, _ = _taken("Q6_K")
+    kept, exact = _taken("Q6_K")
     for net in (kept, exact):
         _with_lora(net, use_dora=True)
     x = torch.randn(5, K)
@@ -169,7 +170,7 @@ def test_scales_and_numbers_that_are_none_are_refused_by_the_layers_name(form: s
         linear = Net().blocks[0]
         _note(linear, given)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"blocks\.0"):
-            Quantizer(FAMILY, SETTINGS).take("blocks.0", linear, given, torch.float32)  # type: ignore[arg-type]
+            take_stored("blocks.0", linear, given, torch.float32, SETTINGS)  # type: ignore[arg-type]
 
 
 def test_a_model_without_quantized_linears_is_refused() -> None:
@@ -182,8 +183,8 @@ def test_a_model_without_quantized_linears_is_refused() -> None:
 def test_int8_that_comfyui_has_rotated_is_multiplied_in_8_bits_as_it_is() -> None:
     """The noise of rounding x to 8 bits, beside products with the plain weight."""
     given, plain = _make("int8 convrot")
-    quantizer, net = Quantizer(FAMILY, QuantizeSettings("int8-compute")), Net()
-    layer = quantizer.take("blocks.0", net.blocks[0], given, torch.float32)  # type: ignore[arg-type]
+    net, settings = Net(), QuantizeSettings("int8-compute")
+    layer = take_stored("blocks.0", net.blocks[0], given, torch.float32, settings)  # type: ignore[arg-type]
     assert isinstance(layer, FrozenLinear8) and not layer.packing and len(layer.rotation) == 64
     assert torch.equal(layer.weight, given.weight)
     x = torch.randn(64, K)
@@ -205,7 +206,7 @@ def test_auto_rounds_nothing_again_where_it_can() -> None:
 
 
 def test_a_loha_of_packed_weights_is_drawn_in_float32_and_is_on_their_card() -> None:
-    kept, _, _ = _taken("Q4_K")
+    kept, _ = _taken("Q4_K")
     with emulated_cards():
         kept.blocks[0].to(CARDS[1]).to(torch.bfloat16)
         inject_adapter_in_model(LoHaConfig(r=2, alpha=2, target_modules=["blocks.0"]), kept)
