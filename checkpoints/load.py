@@ -168,13 +168,13 @@ class _Loader:
         if self._waiting[layer]:
             return
         module = self.model.get_submodule(layer)
-        if layer in self._taken:
+        if layer in self._wanted:
             assert self.settings is not None and isinstance(module, torch.nn.Linear)
-            stored, dtype = self._taken.pop(layer), self._dtype_of(f"{layer}.weight")
-            self.model.set_submodule(layer, take_stored(layer, module, stored, dtype, self.settings))
-        elif layer in self._wanted:
-            assert self.settings is not None and isinstance(module, torch.nn.Linear)
-            self.model.set_submodule(layer, round_linear(module, self.settings))
+            if (stored := self._taken.pop(layer, None)) is None:
+                done = round_linear(module, self.settings)
+            else:
+                done = take_stored(layer, module, stored, self._dtype_of(f"{layer}.weight"), self.settings)
+            self.model.set_submodule(layer, done)
         if self.layer_store is not None:
             self.layer_store.finish(layer)
 
