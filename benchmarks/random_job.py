@@ -167,7 +167,7 @@ def draw_model(
         if of_file is not None and isinstance(module, nn.Linear):
             module.file_format = of_file  # type: ignore[assignment]
         _materialize(fqn, module, device_of(fqn), seeds, fill)
-        if settings is not None and is_wanted(fqn, module, family, settings):
+        if settings is not None and is_wanted(module, fqn, family, settings):
             if of_file is not None:
                 done = take_stored(fqn, module, _stored_as(module), torch.bfloat16, settings)
             else:

@@ -124,7 +124,7 @@ class _Loader:
 
     def __post_init__(self) -> None:
         self._dtype_of, family = weight_types(self.model, self.dtype), self.info.family
-        self._wanted = {n for n, m in self.model.named_modules() if is_wanted(n, m, family, self.settings)}
+        self._wanted = {n for n, m in self.model.named_modules() if is_wanted(m, n, family, self.settings)}
         self._scales = read_scales(self.info.tensors)
         self._waiting = Counter(name.rpartition(".")[0] for name in self.info.tensors)
         self._taken: dict[str, Stored8] = {}  # weights of layers whose other tensors have not all arrived

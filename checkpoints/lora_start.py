@@ -46,7 +46,7 @@ _SPELLINGS = {
 }
 _SUFFIXES = {kind: re.compile(rf"^(.+?)({spelling})$") for kind, spelling in _SPELLINGS.items()}
 _PEFT_PREFIX = "base_model.model."
-_PREFIXES = (_PEFT_PREFIX, "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.")
+_PREFIXES: tuple[str, ...] = (_PEFT_PREFIX, "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.")
 _PREFIXES += ("lora_unet_", "lora_transformer_", "lycoris_")  # of names with underscores
 _TEXT = re.compile(r"^(base_model\.model\.)?(lora_te|text_encoder|lora_prior_te|clip_)")
 

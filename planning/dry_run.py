@@ -134,7 +134,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
         inner = [(leaf, f"{name}.{leaf}", module) for leaf, module in block.named_modules()]
         shapes = tuple((leaf, tuple(tensor.shape)) for leaf, tensor in block.named_parameters())
         adapted = tuple(leaf for leaf, fqn, _ in inner if fqn in targets)
-        wanted = ((leaf, m) for leaf, fqn, m in inner if is_wanted(fqn, m, family, work.quantize))
+        wanted = ((leaf, m) for leaf, fqn, m in inner if is_wanted(m, fqn, family, work.quantize))
         rounded = tuple((leaf, getattr(m, "file_format", None)) for leaf, m in wanted)
         alike = name.rpartition(".")[0], type(block), shapes, adapted, rounded
         kind_of.append(known.setdefault(alike, len(known)))
@@ -162,7 +162,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     for name, parameter in list(model.named_parameters()):
         put_tensor(model, name, torch.empty(parameter.shape, dtype=dtype_of(name), device=META))
     for fqn, module in list(model.named_modules()):
-        if work.quantize is not None and is_wanted(whole_name(fqn), module, family, work.quantize):
+        if work.quantize is not None and is_wanted(module, whole_name(fqn), family, work.quantize):
             # As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run.
             stored, dtype = empty_stored(module, work.quantize), module.weight.dtype
             model.set_submodule(fqn, take_stored(whole_name(fqn), module, stored, dtype, work.quantize))

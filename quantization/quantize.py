@@ -76,7 +76,7 @@ class Stored8:
 
 
 def is_wanted(
-    fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings | None
+    module: nn.Module, fqn: str, family: ModelFamily, settings: QuantizeSettings | None
 ) -> TypeGuard[nn.Linear]:
     """Whether a module is to be quantized; settings None quantize nothing."""
     return settings is not None and _treatment(fqn, module, family, settings) == QUANTIZED

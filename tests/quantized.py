@@ -9,7 +9,7 @@ from torch import nn
 
 def apply_quantization(model: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> None:
     for name, module in list(model.named_modules()):
-        if is_wanted(name, module, family, settings):
+        if is_wanted(module, name, family, settings):
             model.set_submodule(name, round_linear(module, settings))
 
 

@@ -77,7 +77,7 @@ class _Filler:
 
     def prepare(self) -> None:
         for name, linear in list(self._model.named_modules()):
-            if self._settings is not None and is_wanted(name, linear, self._info.family, self._settings):
+            if self._settings is not None and is_wanted(linear, name, self._info.family, self._settings):
                 stored = empty_stored(linear, self._settings)
                 like = torch.empty(0, linear.in_features, device=self._device)
                 form = stored.form

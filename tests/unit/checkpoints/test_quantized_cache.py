@@ -73,7 +73,7 @@ def test_the_cached_model_is_the_freshly_quantized_one(name, scheme, tmp_path):
     before = _state(folder)
     cached = open_cached(folder, info, settings, BF16)
     assert cached is not None
-    layers = {n for n, m in expected.named_modules() if is_wanted(n, m, info.family, settings)}
+    layers = {n for n, m in expected.named_modules() if is_wanted(m, n, info.family, settings)}
     assert {n for n, r in cached.tensors.items() if r.file == entry} == {f"{n}.weight" for n in layers}
     assert safetensors.torch.load_file(entry).keys() >= {f"{n}.weight_scale" for n in layers}
     blocks = {0 if (turn := expected.get_submodule(n).rotation) is None else len(turn) for n in layers}
@@ -245,7 +245,7 @@ def test_a_disk_that_refuses_costs_one_line(failing, tmp_path, caplog, monkeypat
     said = "No space left on device"
     if failing == "room":  # known before anything is written
         usage = type(shutil.disk_usage("/"))
-        layers: list[Any] = [m for n, m in expected.named_modules() if is_wanted(n, m, info.family, INT8)]
+        layers: list[Any] = [m for n, m in expected.named_modules() if is_wanted(m, n, info.family, INT8)]
         room = sum(each.weight.nbytes + each.scale.nbytes for each in layers) - 1000
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - room, room))
         monkeypatch.setattr(weight_file, "alive", fail)

@@ -163,7 +163,7 @@ def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme
     num_taken = num_wanted = 0
     for fqn, module in model.named_modules():
         record = info.tensors.get(f"{fqn}.weight")
-        if not is_wanted(fqn, module, family, settings) or record is None:
+        if not is_wanted(module, fqn, family, settings) or record is None:
             continue
         num_wanted += 1
         stored, reference = module, rounded.get_submodule(fqn)
@@ -206,7 +206,7 @@ def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pyte
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             assert parameter.device == device_of(name), name
         for name, module in model.named_modules():
-            if is_wanted(name, module, info.family, settings):
+            if is_wanted(module, name, info.family, settings):
                 values = on_cpu(module.weight).float() * on_cpu(module.scale)
                 assert torch.equal(values.bfloat16(), plain.get_submodule(name).weight), name
     num_kept = sum(isinstance(module, FrozenLinear8) for module in model.modules())

@@ -78,7 +78,7 @@ def _taken(form: str) -> tuple[Net, Net]:
     exact.blocks[0].weight = nn.Parameter(plain, requires_grad=False)
     linear = cast(nn.Linear, kept.blocks[0])
     _note(linear, given)
-    assert is_wanted("blocks.0", linear, FAMILY, SETTINGS) and not is_wanted("proj", kept.proj, FAMILY, SETTINGS)
+    assert is_wanted(linear, "blocks.0", FAMILY, SETTINGS) and not is_wanted(kept.proj, "proj", FAMILY, SETTINGS)
     kept.blocks[0] = take_stored("blocks.0", linear, given, torch.float32, SETTINGS)
     return kept, exact
 
