@@ -50,7 +50,12 @@ class LoraHandle:
         return {name: each.detach().to("cpu", copy=True) for name, each in self._named_as_files().items()}
 
     def _named_as_files(self) -> dict[str, nn.Parameter]:
-        return {_file_name(name): parameter for name, parameter in self.parameters().items()}
+        named = {}
+        for name, parameter in self.parameters().items():
+            part = find_part(name)
+            assert part is not None, name
+            named[f"{part.layer}.{DORA if part.kind == MAGNITUDE else part.kind}"] = parameter
+        return named
 
     def tensors_for_comfyui(self) -> dict[str, Tensor]:
         """As tensors(), with DoRA's m restated as m |W| / |W + sBA|: DoRA is m (W + sBA) / |W + sBA|, row by row, and
@@ -139,12 +144,6 @@ def _norm_ratio(layer: Any) -> Tensor:
     changed = changed_weight(layer, _ADAPTER)
     weight = full_weight(layer.get_base_layer()).to(changed.device).float()
     return weight.norm(dim=1) / changed.norm(dim=1)
-
-
-def _file_name(parameter_name: str) -> str:
-    part = find_part(parameter_name)
-    assert part is not None, parameter_name
-    return f"{part.layer}.{DORA if part.kind == MAGNITUDE else part.kind}"
 
 
 def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:

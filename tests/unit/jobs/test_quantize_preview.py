@@ -15,15 +15,7 @@ from devicebridge.jobs.resolve import Machine, preview_model
 from devicebridge.planning import cards as planned_cards
 from devicebridge.quantization import kernel_choice
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.quantize import (
-    KEPT,
-    NOT_LINEAR,
-    QUANTIZED,
-    SCHEMES,
-    QuantizeSettings,
-    refusal,
-    sort_modules,
-)
+from devicebridge.quantization.quantize import QUANTIZED, SCHEMES, QuantizeSettings, refusal, sort_modules
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from safetensors.torch import load_file, save_file
 
@@ -41,19 +33,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_the_preview_says_what_the_loaded_model_is(models: dict[str, str], family: str, scheme: str) -> None:
     config = ModelConfig(models[family], quantize=scheme, dtype="float32")
     info = read_checkpoint(config.path)
+    size = 4 * sum(math.prod(record.shape) for record in info.tensors.values()) / 1e9
     if scheme == "none":
-        size = 4 * sum(math.prod(record.shape) for record in info.tensors.values())
-        assert preview_model(config, CPU) == f"none: all weights in float32, {size / 1e9:.2f} GB"
+        assert preview_model(config, CPU) == f"none: all weights in float32, {size:.2f} GB"
         return
     model = load_transformer(info, lambda name: torch.device("cpu"), torch.float32, config.quantize_settings)
     groups = sort_modules(make_empty_transformer(info), info.family, config.quantize_settings, 4)
     found = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear8)}
     assert groups[QUANTIZED].keys() == found.keys()
-    for name, (_, after) in {**groups[KEPT], **groups[QUANTIZED], **groups[NOT_LINEAR]}.items():
-        module = model.get_submodule(name)
-        held = [*module.parameters(recurse=False), *(module.buffers(recurse=False) if name in found else ())]
-        assert after == sum(each.nbytes for each in held), name
-    size = 4 * sum(math.prod(record.shape) for record in info.tensors.values()) / 1e9
+    for name, (_, after) in (each for group in groups.values() for each in group.items()):
+        buffers = found[name].buffers() if name in found else ()
+        assert after == sum(each.nbytes for each in (*model.get_submodule(name).parameters(False), *buffers)), name
     assert preview_model(config, CPU).startswith(f"{len(found)} linears to {scheme}, {size:.2f} -> ")
 
 

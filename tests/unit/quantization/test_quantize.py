@@ -225,7 +225,6 @@ def test_what_is_said_accounts_for_every_layer_and_byte(settings):
     assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT])
     for reason, is_linear in ((KEPT, True), (NOT_LINEAR, False)):
         assert {isinstance(model.get_submodule(name), nn.Linear) for name in groups[reason]} == {is_linear}
-    assert len(groups[QUANTIZED]) == 28
 
 
 ROTATED = [QuantizeSettings("int8-compute", rotation) for rotation in (16, 256)]
@@ -245,7 +244,6 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     found = [num_bytes(model.get_submodule(block)) for block in blocks]
     assert planned == found
     assert main_device == num_bytes(model) - sum(found)
-    assert sum(planned) + main_device == total_bytes(sort_modules(blueprint, family, settings, dtype.itemsize))[1]
 
 
 @EVERY_VARIANT
