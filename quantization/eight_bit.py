@@ -85,22 +85,23 @@ def make_rotation(block: int) -> Tensor:
     return torch.tensor(entries) / math.sqrt(block)
 
 
-def rotation_for(weight: Tensor, dtype: torch.dtype, block: int, *, is_comfys: bool = False) -> Tensor | None:
-    """The matrix on a weight's [N, K] device; None for block 0. dtype: that it is, or will be, stored in. is_comfys:
-    by ComfyUI's matrix. Raises: ValueError for float8, and blocks that do not divide K."""
+def rotation_for(
+    in_features: int, device: torch.device, dtype: torch.dtype, block: int, *, is_comfys: bool = False
+) -> Tensor | None:
+    """The matrix for weights [N, in_features]; None for block 0. dtype: that they are, or will be, stored in.
+    is_comfys: by ComfyUI's matrix. Raises: ValueError for float8, and blocks that do not divide in_features."""
     if not block:
         return None
     if is_comfys:
-        return make_convrot(block).to(weight.device)
+        return make_convrot(block).to(device)
     if dtype is not torch.int8:
         raise ValueError("float8, which gains nothing by it, was requested with a rotation; use 0, or int8-compute")
-    in_features = weight.shape[1]
     if in_features % block:
         fitting = [other for other in ROTATIONS if in_features % other == 0]
         raise ValueError(
             f"rotation in blocks of {block} does not divide {in_features} input features; use one of {[0, *fitting]}"
         )
-    return make_rotation(block).to(weight.device)
+    return make_rotation(block).to(device)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

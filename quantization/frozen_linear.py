@@ -90,7 +90,7 @@ class FrozenLinear8(nn.Linear):
         Raises: ValueError for a weight that is not finite, or a rotation that does not fit."""
         dtype, weight = ROUNDED[scheme], linear.weight
         assert weight.dtype in _FULL_DTYPES, weight.dtype
-        matrix = rotation_for(weight, dtype, rotation)
+        matrix = rotation_for(linear.in_features, weight.device, dtype, rotation)
         values, scale = quantize_weight(weight, dtype, matrix)
         packing = "" if scheme.endswith("-compute") else ROWS
         return cls(values, scale, linear.bias, weight.dtype, matrix, packing)

@@ -70,8 +70,8 @@ class FileFormat:
 class Stored8:
     """A linear's weight as files hold it: W = weight * scale, its columns rotated back in blocks; or packed."""
 
-    weight: Tensor  # 8-bit [N, K], or packed [N, bytes]
-    scale: Tensor  # float32, on the same device. [N, 1]; of a packed weight [N, 0]
+    weight: Tensor  # 8-bit [N, K], or packed [N, bytes]; on meta where it comes later
+    scale: Tensor  # float32, on the layer's device. [N, 1]; of a packed weight [N, 0]
     form: FileFormat
 
 
@@ -105,7 +105,7 @@ def take_stored(
         _refuse_unsound(fqn, stored)
     width = num_inputs(stored.weight, form.packing)
     assert (stored.weight.shape[0], width) == (module.out_features, module.in_features), (fqn, stored.weight.shape)
-    rotation = rotation_for(stored.weight, form.dtype, form.rotation, is_comfys=form.is_comfys)
+    rotation = rotation_for(width, stored.scale.device, form.dtype, form.rotation, is_comfys=form.is_comfys)
     packing = "" if settings.is_compute else form.packing
     return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from ...checkpoints.checkpoint import CheckpointInfo
 from ...checkpoints.load import make_unfilled_transformer, put_tensor, weight_types
 from ...checkpoints.quantized_files import dequantize, is_kept, read_scales
 from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_records, read_rows
-from ...quantization.eight_bit import quantize_weight, rotation_for
+from ...quantization.eight_bit import quantize_weight
 from ...quantization.frozen_linear import FrozenLinear8
-from ...quantization.quantize import QuantizeSettings, empty_stored, is_wanted
+from ...quantization.quantize import QuantizeSettings, empty_stored, is_wanted, take_stored
 from ...system.stopping import alive
 from ..block_lists import called_modules
 from ..offload.activations import ActivationOffload
@@ -78,12 +79,9 @@ class _Filler:
     def prepare(self) -> None:
         for name, linear in list(self._model.named_modules()):
             if self._settings is not None and is_wanted(linear, name, self._info.family, self._settings):
-                stored = empty_stored(linear, self._settings)
-                like = torch.empty(0, linear.in_features, device=self._device)
-                form = stored.form
-                rotation = rotation_for(like, form.dtype, form.rotation, is_comfys=form.is_comfys)
-                scale, dtype = torch.empty_like(stored.scale, device=self._device), self._dtype_of(f"{name}.weight")
-                self._model.set_submodule(name, FrozenLinear8(stored.weight, scale, linear.bias, dtype, rotation))
+                stored, dtype = empty_stored(linear, self._settings), self._dtype_of(f"{name}.weight")
+                stored = replace(stored, scale=torch.empty_like(stored.scale, device=self._device))
+                self._model.set_submodule(name, take_stored(name, linear, stored, dtype, self._settings))
         for name, parameter in list(self._model.named_parameters()):
             is_rounded = isinstance(self._owner(name), FrozenLinear8) and name.endswith(".weight")
             kind = parameter.dtype if is_rounded else self._dtype_of(name)
