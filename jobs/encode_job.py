@@ -267,8 +267,8 @@ def _refuse_unfit_conditions(plan: JobPlan, store: CacheStore, keys: Mapping[Wan
 def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     """What each entry of this part is of, by its key, for a message. No weight is loaded."""
     if plan.encoded:
-        keys = [each.text_keys[0] if part == "captions" else (each.latents_key,) for each in plan.encoded]
-        return {key: f"{part} of sample {number}" for number, (key,) in enumerate(keys, start=1)}
+        known = [{"captions": each.text_keys[0], "latents": (each.latents_key,)} for each in plan.encoded]
+        return {key: f"{part} of sample {n}" for n, each in enumerate(known, start=1) for key in each.get(part, ())}
     items, sources = _work(plan, part)
     entries = [pair for source in sources for pair in source.keys_of(items).items()]
     if part == "captions":
