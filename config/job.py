@@ -285,6 +285,7 @@ def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
 
 # What a resumed run may change, but not one rank alone: it says when ranks exchange, and which weights they share.
 _AGREED = {"parallel.strategy", "evaluation.every_steps", "output.save_every_steps"}
+WRITTEN = ("output.folder", "cache.folder", "model.quantized_cache")  # places that a job writes to
 STOCK_FILES = {"cache.stock_clip", "cache.stock_vae", "cache.stock_audio_vae", "cache.stock_vision"}
 _OF_A_MACHINE = {"cache.vae_device", *STOCK_FILES}
 

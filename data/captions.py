@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class _Entry:
     value: Any
     line: int = 0  # 0 of one that is not on a line of its own
     text: str = ""  # of the file
+    captions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Its place, which is looked for only where something is wrong there."""
@@ -83,8 +84,7 @@ class _Entry:
 class Tables:
     """What the JSON files of a dataset folder say, by image and clip."""
 
-    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # at least one each
-    entries: dict[str, _Entry] = field(default_factory=dict)  # that hold them
+    entries: dict[str, _Entry] = field(default_factory=dict)
     files: set[Path] = field(default_factory=set)
     strange: list[str] = field(default_factory=list)  # names of their entries that are no image or clip
 
@@ -93,10 +93,10 @@ class Tables:
         file = caption_file(path)
         if (text := read_caption(file)) is not None:
             return (text,), file.suffix
-        if (place := _place(path)) not in self.texts:
+        entry = self.entries.get(_place(path))
+        if entry is None or not entry.captions:
             return None, ""
-        source = self.entries[place].file
-        return self.texts[place], source.suffix if source.stem == stem_of(path) else source.name
+        return entry.captions, entry.file.suffix if entry.file.stem == stem_of(path) else entry.file.name
 
     def song_of(self, path: Path) -> dict[str, str | int]:
         """What is said of a song beside its caption. Raises: as read_caption; ValueError for a value of no model's."""
@@ -116,7 +116,7 @@ class Tables:
 
     def has(self, path: Path) -> bool:
         """Whether an entry is of this image or clip."""
-        return _place(path) in self.texts
+        return bool((entry := self.entries.get(_place(path))) and entry.captions)
 
 
 def read_tables(
@@ -191,9 +191,7 @@ def _add(found: Tables, file: Path, entries: Sequence[_Entry], names: Mapping[st
             raise ValueError(f"{each}: {each.name!r} has captions in {found.entries[image]}, too; remove one of them")
         texts = _texts_of(each)
         if texts or isinstance(each.value, dict) and _OF_SONGS.keys() & each.value.keys():
-            found.entries[image] = each
-        if texts:
-            found.texts[image] = texts
+            found.entries[image] = replace(each, captions=texts)
 
 
 def _texts_of(entry: _Entry) -> tuple[str, ...]:

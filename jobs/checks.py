@@ -18,7 +18,7 @@ from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.model_class import with_defaults
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
-from ..config.job import FolderConfig, JobConfig, job_keys, paths_of, values_at
+from ..config.job import WRITTEN, FolderConfig, JobConfig, job_keys, paths_of, values_at
 from ..data.captions import TEXT_FILES
 from ..data.folders import concepts
 from ..data.samples import Sample
@@ -39,7 +39,6 @@ from .read_job import refuse_condition
 
 _log = logging.getLogger(__name__)
 _names = partial(first, most=5)  # for a message
-_OURS = ("output.folder", "cache.folder", "model.quantized_cache")
 _FILES_ONLY = ("data.folders.path", "data.folders.references", "evaluation.folder", "evaluation.references")
 _REPEATS: tuple[str, ...] = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
 _REPEATS += ("data.folders.references", "evaluation.references", "samples.prompts", "cache.stock_clip")
@@ -98,7 +97,7 @@ def _check_samples(plan: JobPlan) -> None:
 
 def check_places(job: JobConfig) -> None:
     """Raises: ValueError naming the setting, if its folder is a file or lies in one."""
-    for key, (folder,) in {key: values_at(job, key) for key in _OURS}.items():
+    for key, (folder,) in {key: values_at(job, key) for key in WRITTEN}.items():
         above = (Path(folder), *Path(folder).absolute().parents)
         nearest = next(filter(os.path.lexists, above), Path())  # on Windows not even its drive may be there
         if folder and not nearest.is_dir():
@@ -117,12 +116,12 @@ def refuse_repeats(job: JobConfig) -> None:
 def refuse_overlaps(job: JobConfig) -> None:
     """Raises: ValueError where the job would write into a folder that it reads, or over a file that it reads."""
     lora = Path(job.output.folder, job.output.file_name)
-    for key, given in [(key, Path(path)) for key, path in paths_of(job) if key not in _OURS]:
+    for key, given in [(key, Path(path)) for key, path in paths_of(job) if key not in WRITTEN]:
         if given.is_file() and _place_in(lora, given) is not None:
             raise ValueError(f"the LoRA file {lora} would be written over {key}; choose another output.name")
         if not given.is_dir():
             continue
-        for our_key in _OURS:
+        for our_key in WRITTEN:
             (ours,) = values_at(job, our_key)
             place = _place_in(Path(ours), given) if ours else None
             # a sub-folder of a dataset that has a caption beside it is read as a clip, one of a folder of folders too

@@ -78,7 +78,7 @@ def _caption(names: Callable[[], list[str]], find: Find, values: dict[str, Any])
     if not isinstance(caption, str) or not (was is None or isinstance(was, str)):
         raise Refused(400, "caption should be a text, and was a text or null")
     tables, _ = json_captions(path.parent, [path])
-    replaced = {was, None} if was in [texts[0] for texts in tables.texts.values()] else {was}
+    replaced = {was, None} if was in [each.captions[0] for each in tables.entries.values() if each.captions] else {was}
     try:
         write_caption(path, caption, replaced)
     except CaptionChanged as error:

@@ -17,7 +17,7 @@ import folder_paths
 from PIL.Image import Image as Picture
 
 from ...checkpoints.model_files import first
-from ...config.job import STOCK_FILES, JobConfig, paths_of
+from ...config.job import STOCK_FILES, WRITTEN, JobConfig, paths_of
 from ...config.ranges import check_path, parse_toml
 from ...runs.queue import MEMORY
 from ...system.files import Looked, go_on, links_below
@@ -26,7 +26,6 @@ USE_PATH = "[path below]"
 OWN_PART = "[model folder]"  # of a diffusers model, which brings it
 _OF_MODELS = ("diffusion_models", "checkpoints")
 _MOST_LISTED, _MOST_NAMED = 1000, 8  # in a list; in a message
-_WRITTEN = {"output.folder", "cache.folder", "model.quantized_cache"}
 _MAY_BE_NAMES = {"model.path", "samples.vae", *STOCK_FILES}  # in ComfyUI's folders
 
 
@@ -237,7 +236,7 @@ def refuse_job(job: JobConfig) -> None:
         raise ValueError("optimizer.allow_import runs any code; start this job yourself by devicebridge train job.toml")
     for key, name in paths_of(job):
         path = _expanded(name, key)
-        if key in _WRITTEN:
+        if key in WRITTEN:
             _refuse_writing_elsewhere(path, key)
         elif path.is_absolute():  # there or not: a resumed run does without the LoRA that it began with
             _refuse_unreadable(path, name, key)
