@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from ..checkpoints.header import TORCH_TYPES, TensorRecord, read_header, read_weight_map
+from ..checkpoints.header import EIGHT_BIT_TYPES, TORCH_TYPES, TensorRecord, read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import read_records
@@ -31,7 +31,6 @@ Sources = Mapping[str, TensorRecord]  # by name in the model
 
 _CLIP_PREFIX = "text_model."
 _EMBEDDING = "embed_tokens.weight"
-_EIGHT_BIT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8"})
 WHAT_WORKS = (
     'use one in bfloat16, float16 or float32, and cache.text_quantize = "int8" or "fp8" to hold it in 8 bits: it is '
     "rounded as it is read"
@@ -88,7 +87,7 @@ def find_sources(model: nn.Module, folder: Path) -> Sources:
     for name, record in found.items():
         if record.dtype not in TORCH_TYPES:
             raise ValueError(f"{record.file} has {record.key} of type {record.dtype}, which nobody reads; {WHAT_WORKS}")
-        if record.dtype in _EIGHT_BIT:
+        if record.dtype in (*EIGHT_BIT_TYPES, "U8"):
             raise ValueError(f"{record.file} is in 8 bits already ({record.key} is {record.dtype}); {WHAT_WORKS}")
         if record.shape != (shape := tuple(tensors[name].shape)):
             raise ValueError(

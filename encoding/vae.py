@@ -143,7 +143,8 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
             vae = getattr(diffusers, family.vae_class).from_config(dict((variant or family.variants[0]).vae_config))
         found = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
         if "encoder.conv_in.weight" not in tensors:
-            found = converters.convert_wan_vae_to_diffusers(found)
+            converted, known = converters.convert_wan_vae_to_diffusers(found), vae.state_dict().keys()
+            found = {name: tensor for name, tensor in converted.items() if name in known}
         elif any(name.startswith("encoder.down.") for name in tensors):
             named = {_OWN.sub(r"\1", name): tensor for name, tensor in found.items()}
             statistics = {name: named.pop(name) for name in list(named) if name.startswith("bn.")}
