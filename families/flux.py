@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from .spec import (
-    BlockList,
     ComfyInputs,
     LatentSpec,
     ModelFamily,
@@ -23,7 +22,7 @@ from .spec import (
     TimestepSpec,
     Variant,
 )
-from .tensor_plan import QKV, Divided, plan
+from .tensor_plan import QKV, BlockList, Divided, plan
 
 # ---- names of parameters
 

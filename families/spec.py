@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .tensor_plan import TensorPlan
+from .tensor_plan import BlockList, TensorPlan
 from .token_plan import TokenPlan
 
 if TYPE_CHECKING:
@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
 
 TEXT_ENCODERS = "text_encoders"  # child of a model that is trained together with them
-
-
-@dataclass(frozen=True)
-class BlockList:
-    """One list of transformer blocks. Its patterns are of fnmatch and relative to the block."""
-
-    name: str  # fqn of the ModuleList in the diffusers model
-    text_modules: tuple[str, ...] = ()  # of the linears that run over text tokens only
-    is_joint: bool = False  # whether the other linears run over text and image tokens together, or image tokens only
-    sample_modules: tuple[str, ...] = ()  # of the linears that see one vector per sample, such as modulation
-    # Of the linears that a choice sends some of the tokens through -> their share of the tokens.
-    routed_modules: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,18 @@ _ALIGNMENTS = (128, 64, 32, 16, 8, 1)  # features: cut at the largest multiple t
 
 
 @dataclass(frozen=True)
+class BlockList:
+    """One list of transformer blocks. Its patterns are of fnmatch and relative to the block."""
+
+    name: str  # fqn of the ModuleList in the diffusers model
+    text_modules: tuple[str, ...] = ()  # of the linears that run over text tokens only
+    is_joint: bool = False  # whether the other linears run over text and image tokens together, or image tokens only
+    sample_modules: tuple[str, ...] = ()  # of the linears that see one vector per sample, such as modulation
+    # Of the linears that a choice sends some of the tokens through -> their share of the tokens.
+    routed_modules: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Divided:
     """The linears of a block whose names match a pattern, and how they are divided."""
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from .spec import (
-    BlockList,
     ComfyInputs,
     Condition,
     LatentSpec,
@@ -26,7 +25,7 @@ from .spec import (
     TimestepSpec,
     Variant,
 )
-from .tensor_plan import plan
+from .tensor_plan import BlockList, plan
 
 # WanPipeline cuts the states to the caption's length and pads with zeros; the transformer sees no mask.
 _UMT5 = TextEncoderSpec(

@@ -51,10 +51,10 @@ def placed_blocks(model: nn.Module, native: NativeModel) -> tuple[str, ...]:
 def followers(model: nn.Module, native: NativeModel) -> dict[str, str]:
     """fqn of each block that takes another block's device -> fqn of that block."""
     leaders: dict[str, str] = {}
-    for name, follows in native.follows.items():
+    for name, (leader, attribute) in native.follows.items():
         if _find(model, name) is not None:
-            mapping: dict[int, int] = getattr(model, follows.mapping)
-            leaders.update({f"{name}.{side}": f"{follows.main}.{main}" for main, side in mapping.items()})
+            mapping: dict[int, int] = getattr(model, attribute)
+            leaders.update({f"{name}.{side}": f"{leader}.{main}" for main, side in mapping.items()})
     return leaders
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..config.model import Strategy, shares_rows
-from ..families.comfy.native import NativeModel
-from ..families.spec import BlockList, ModelFamily
+from ..families.spec import ModelFamily
+from ..families.tensor_plan import BlockList
 from ..patches.lora import matches_any
 from .block_lists import block_fqns, members
 
@@ -293,10 +293,6 @@ def parameter_bytes(model: nn.Module, blocks: Sequence[str], element_size: int) 
 def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Module, BlockList]]:
     """Every block in execution order, with what its linears run over."""
     return [(block, each) for each in family.block_lists for _, block in members(model, each.name)]
-
-
-def native_list(layout: NativeModel) -> BlockList:
-    return BlockList("", layout.text_modules, layout.is_joint, layout.sample_modules, layout.routed_modules)
 
 
 def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:

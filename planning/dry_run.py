@@ -35,8 +35,6 @@ from ..training.adapter import apply_lora, find_targets
 from ..training.objective import predict, prediction_loss
 
 META = torch.device("meta")
-_TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs call the width of the text states
-_POOLED_WIDTHS = ("pooled_projection_dim",)
 
 # What code that was not written for tensors without data may raise.
 BY_FOREIGN_CODE = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
@@ -231,10 +229,9 @@ def make_text(
     """Text of the sizes that training has, by name; text is what one sample has, where that is known."""
     if info.family.host is not None:
         return info.family.host.example(batch, device, None if text is None else text.without_streams.tensors or None)
-    states = {}
+    comfy, states = info.family.comfy, {}
     for encoder in variant.text_encoders:
-        keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
-        width = next(info.config[key] for key in keys if info.config.get(key))  # every family's config has one
+        width = info.config[comfy.pooled_width if encoder.kind == "pooled" else comfy.width]
         shape = (batch, width) if encoder.kind == "pooled" else (batch, encoder.max_length, width)
         states[encoder.output] = torch.randn(shape, dtype=dtype, device=device)
     return states

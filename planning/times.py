@@ -27,8 +27,8 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
 from ..families.comfy.native import NativeModel
-from ..families.spec import BlockList, ModelFamily, Variant
-from ..families.tensor_plan import Shares, TensorPlan
+from ..families.spec import ModelFamily, Variant
+from ..families.tensor_plan import BlockList, Shares, TensorPlan
 from ..families.token_plan import TokenPlan, places, segments
 from ..parallel.local.heads import groups_for
 from ..parallel.local.shards import find_plan, shares_of
@@ -37,7 +37,6 @@ from ..parallel.placement import (
     block_flops,
     block_names,
     blocks_with_lists,
-    native_list,
     parameter_bytes,
     products_of,
     tokens_seen,
@@ -170,7 +169,7 @@ def forward_work(
     sent_size: int = _SIXTEEN_BITS,
 ) -> ForwardWork:
     """Of so many picture tokens beside the text's. blocks: how each is divided, if it is. sent_size: as of work_of."""
-    side, keys = native_list(layout), keys_of(blocks, tokens)
+    side, keys = layout.linears, keys_of(blocks, tokens)
     sampled = [
         SampledBlock(model.get_submodule(name), side, how[0] if how else None, keys[name])
         for name, how in blocks.items()

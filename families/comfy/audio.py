@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..tensor_plan import KV_HEADS, Divided, plan
-from .native import NativeModel
+from .native import NativeModel, runs_over
 from .token_plans import one, sliding_window
 
 AUDIO_MODELS: tuple[NativeModel, ...] = (
@@ -12,8 +12,8 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("transformer_blocks",),
         # The MLP is of convolutions and stays whole: half of the products of a block.
         tensor=plan(heads="*attn.to_[qkv]", back="*attn.to_out.0"),
-        text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call
-        is_joint=False,
+        # Nothing calls the last of these.
+        linears=runs_over(("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"), is_joint=False),
         no_tokens="its linear attention sums over all rows, and its feed-forward is a convolution",
     ),
     NativeModel(
@@ -34,8 +34,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
             num_kv_heads="self_attn.num_kv_heads",
         ),
         no_forecast="its forward depends on numbers of text and reference; a dry run has shapes",
-        text_modules=("cross_attn.[kv]_proj",),
-        is_joint=False,
+        linears=runs_over(text=("cross_attn.[kv]_proj",), is_joint=False),
         tokens=one(
             "hidden_states=x@1 position_embeddings.0=x@0 position_embeddings.1=x@0",
             "self_attn=x",
@@ -62,9 +61,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
             num_kv_heads="cross_attn.kv_heads",
             attributes={"self_attn.kv_heads": "heads"},
         ),
-        text_modules=("cross_attn.to_kv",),
-        sample_modules=("to_scale_shift_gate.*",),
-        is_joint=False,
+        linears=runs_over(text=("cross_attn.to_kv",), sample=("to_scale_shift_gate.*",), is_joint=False),
         tokens=one(
             "local_add_cond=a@1 x=m?+a@1 rotary_pos_emb.0=m?+a@0", "self_attn=m?+a", "transformer.layers", out="=m?+a@1"
         ),
@@ -77,7 +74,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         tensor=plan(
             qkv="self_attn.to_qkv", back="self_attn.to_out", mlp="ff.ff.0.proj>ff.ff.2", num_heads="self_attn.num_heads"
         ),
-        is_joint=False,
+        linears=runs_over(is_joint=False),
         tokens=one(
             "x=x@1 rotation_matrix=x@2", "self_attn=x", "diffusion_transformer.transformer.layers", passes_options=False
         ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..tensor_plan import QKV, Divided, plan
 from ..token_plan import BlockRows, TokenPlan
-from .native import NativeModel
+from .native import NativeModel, runs_over
 from .token_plans import after_prompt, block_causal, one
 
 _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
@@ -132,7 +132,7 @@ OMNIGEN_2 = NativeModel(
         gathered="norm1.linear",
         num_kv_heads="attn.kv_heads",
     ),
-    sample_modules=("*norm?.linear",),
+    linears=runs_over(sample=("*norm?.linear",)),
     tokens=one("hidden_states=x@1 image_rotary_emb=x@1", "attn=x", "layers"),
 )
 
@@ -152,8 +152,7 @@ PIXEL_DIT = NativeModel(
         gathered="adaLN_*.0",
         num_heads="attn.num_heads",
     ),
-    text_modules=("attn.*_y", "mlp_y.*"),
-    is_joint=False,
+    linears=runs_over(text=("attn.*_y", "mlp_y.*"), is_joint=False),
     tokens=one("x=x@1 y=y@1 pos_img=x@0 pos_txt=y@0", "attn=y+x", "patch_blocks", out="0=x@1"),
 )
 
@@ -211,7 +210,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             mlp="img_mlp.w[13]>img_mlp.w2 txt_mlp.w[13]>txt_mlp.w2",
             gathered="*_mod.1",
         ),
-        is_joint=False,
+        linears=runs_over(is_joint=False),
         tokens=one(
             "hidden_states=img@1 encoder_hidden_states=txt@1 freqs_cis=img+txt@2 attention_mask=img+txt@3",
             "attn=img+txt",
@@ -261,8 +260,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             decided=("block.ff_i.gate",),
         ),
         no_forecast="its experts are chosen by the numbers that they compute with",
-        text_modules=("*_t", "*.ff_t.*"),
-        routed_modules={"*.experts.*": 0.5},  # two of four
+        linears=runs_over(text=("*_t", "*.ff_t.*"), routed_modules={"*.experts.*": 0.5}),  # two of four
         tokens=TokenPlan(
             {
                 "double_stream_blocks": BlockRows(
@@ -291,7 +289,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             gathered="mod*.1",
             num_heads="attn.n_heads",
         ),
-        text_modules=("mlpC.*",),
+        linears=runs_over(text=("mlpC.*",)),
         tokens=TokenPlan(
             {
                 "double_layers": BlockRows("c=txt@1 x=img@1", "attn=txt+img"),
@@ -327,7 +325,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             )
             + OMNIGEN_2.tensor
         ),
-        text_modules=("instruct_*", "*.instruct_*"),
+        linears=replace(OMNIGEN_2.linears, text_modules=("instruct_*", "*.instruct_*")),
         tokens=TokenPlan(
             {
                 "double_stream_layers": BlockRows(
@@ -352,7 +350,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             mlp="img_mlp.net.0.proj>img_mlp.net.2 txt_mlp.net.0.proj>txt_mlp.net.2",
             num_heads="attn.num_attention_heads",
         ),
-        is_joint=False,
+        linears=runs_over(is_joint=False),
         tokens=one(
             "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb=img@1",
             "attn=img+txt",
@@ -457,8 +455,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             gathered="default_modulation.1 skip_linear",
             num_heads="attn1.num_heads",
         ),
-        text_modules=("attn2.kv_proj",),
-        is_joint=False,
+        linears=runs_over(text=("attn2.kv_proj",), is_joint=False),
         tokens=one(
             "x=x@1 skip=x@1 freq_cis_img.0=x@0 freq_cis_img.1=x@0", "attn1=x", control="x", passes_options=False
         ),

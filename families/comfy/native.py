@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from ..tensor_plan import TensorPlan
+from ..tensor_plan import BlockList, TensorPlan
 from ..token_plan import TokenPlan
 
 Transport = Literal["stream", "relay"]
@@ -20,12 +20,13 @@ PASSED_BY = ("transformer_options", "control")
 Evidence = Literal["run", "outside"]
 
 
-@dataclass(frozen=True)
-class Follows:
-    """A block of a side list runs right after the main block it adds to, on its device."""
-
-    main: str  # the block list that is followed
-    mapping: str  # attribute of the model, a dict {index in main: index in the side list}
+def runs_over(
+    text: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*"),
+    sample: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*"),
+    **more: Any,
+) -> BlockList:
+    """What the linears of all lists of blocks run over, by the names that most classes have."""
+    return BlockList("", text_modules=text, sample_modules=sample, **{"is_joint": True, **more})
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class NativeModel:
     # Method of the model behind the last block -> its keyword arguments with tensors that other cards need as well.
     tail_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hooks_children: bool = False  # blocks are never called; a function walks their children, which are hooked instead
-    follows: Mapping[str, Follows] = field(default_factory=dict)  # block list, not placed itself -> what it follows
+    # A list whose blocks run right after the blocks of a main list that they add to, on their devices -> the main list,
+    # and the attribute of the model with a dict {index in the main list: index in the side list}.
+    follows: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()  # block lists that not every build of the class has
     is_sequential: bool = False  # microbatches must not interleave: blocks get fresh tensors from the main device
     refusal: str = ""  # why this class cannot be split at all
@@ -70,12 +73,7 @@ class NativeModel:
     remembers: tuple[str, ...] = ()  # attributes in which a forward leaves what the next one computes faster with
     # Whether a forward with patches neither reads nor leaves that; in training it would be of an earlier LoRA.
     forgets_if_patched: bool = False
-    # Patterns, relative to a block, of the linears that run over text tokens only and of those that see one vector per
-    # sample; for estimates of computing time.
-    text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
-    sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
-    routed_modules: Mapping[str, float] = field(default_factory=dict)  # as of BlockList
-    is_joint: bool = True  # as of BlockList
+    linears: BlockList = runs_over()  # of its blocks, for estimates of computing time
     # Patterns of the linears that hold attention's projections beside others and are not called after it.
     fused_attention: tuple[str, ...] = ()
     # How its blocks are divided among cards that compute each of them together; () if nobody described that.

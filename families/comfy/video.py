@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..tensor_plan import plan
 from ..token_plan import BlockRows, TokenPlan
 from .image import FLUX
-from .native import Follows, NativeModel
+from .native import NativeModel, runs_over
 from .token_plans import ltx_guides, one
 
 _WAN_TOKENS = one("x=x@1 freqs=x@1 e=e@1", "self_attn=x", aligned="e x")  # the 5B's e has a row per frame
@@ -17,8 +17,7 @@ WAN_MODEL = NativeModel(
     tail=("head",),
     replace_keys={"double_block": "blocks"},
     patches_inside=("attn1_patch", "attn2_patch"),
-    text_modules=("cross_attn.k*", "cross_attn.v*"),
-    is_joint=False,
+    linears=runs_over(text=("cross_attn.k*", "cross_attn.v*"), is_joint=False),
     note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
     # q and k are normalised over all heads, and the MLP may compute its second linear itself
     tensor=plan(
@@ -99,8 +98,7 @@ COSMOS_PREDICT_2 = NativeModel(
     tensor=plan(
         heads="*_attn.[qkv]_proj", back="*_attn.output_proj", mlp="mlp.layer1>mlp.layer2", num_heads="self_attn.n_heads"
     ),
-    text_modules=("cross_attn.[kv]_proj",),
-    is_joint=False,
+    linears=runs_over(text=("cross_attn.[kv]_proj",), is_joint=False),
     tokens=one(
         _COSMOS_FRAMES,
         "self_attn=x",
@@ -122,8 +120,7 @@ COSMOS_1 = NativeModel(
         features_back="blocks.*.block.layer2",
         num_heads="blocks.0.block.attn.heads",
     ),
-    text_modules=("blocks.1.block.attn.to_[kv].0",),
-    is_joint=False,
+    linears=runs_over(text=("blocks.1.block.attn.to_[kv].0",), is_joint=False),
     no_tokens="it adds positions of all rows between its blocks, outside of any module",
 )
 
@@ -134,7 +131,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         WAN_MODEL,
         path="comfy.ldm.wan.model.VaceWanModel",
         block_lists=("blocks", "vace_blocks"),
-        follows={"vace_blocks": Follows(main="blocks", mapping="vace_layers_mapping")},
+        follows={"vace_blocks": ("blocks", "vace_layers_mapping")},
         optional=("vace_blocks",),
         is_sequential=True,
         note="a VACE block runs after its main block and is added to it, so it must sit on the same card",
@@ -199,7 +196,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
     replace(
         LTXV,
         path="comfy.ldm.lightricks.av_model.LTXAVModel",
-        text_modules=LTX_SOUND,
+        linears=runs_over(text=LTX_SOUND),
         tail=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
         tail_parameters=("scale_shift_table", "audio_scale_shift_table"),
         note="blocks take and return (video, audio); compressed timesteps are objects with tensors in slots",
@@ -235,8 +232,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tensor=plan(
             qkv="attn.proj_qkv.*", back="attn.proj_out.*", features="mlp.*.proj_in*", features_back="mlp.*.proj_out"
         ),
-        text_modules=("*.txt", "*.txt.*"),
-        is_joint=False,
+        linears=runs_over(text=("*.txt", "*.txt.*"), is_joint=False),
         no_tokens="it attends in windows over a grid of frames, rows and columns",
     ),
     COSMOS_PREDICT_2,
@@ -255,8 +251,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
             num_heads="attn.num_heads",
             arguments={"attn": {"rope_cos": 1, "rope_sin": 1}},
         ),
-        text_modules=("attn.*_y", "mlp_y.*"),
-        is_joint=False,
+        linears=runs_over(text=("attn.*_y", "mlp_y.*"), is_joint=False),
         tokens=one(
             "x=x@1 attn_kwargs.rope_cos=x@0 attn_kwargs.rope_sin=x@0 attn_kwargs.crop_y=crop@0",
             "attn=x+crop",
@@ -276,8 +271,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
             gathered="visual_modulation.out_layer",
             num_heads="self_attention.num_heads",
         ),
-        text_modules=("cross_attention.to_key", "cross_attention.to_value"),
-        is_joint=False,
+        linears=runs_over(text=("cross_attention.to_key", "cross_attention.to_value"), is_joint=False),
         tokens=one("visual_embed=x@1 freqs=x@1", "self_attention=x", "visual_transformer_blocks"),
     ),
     NativeModel(
@@ -305,7 +299,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tensor=plan(
             heads="[qkv]", back="attn_out", mlp="ff_proj>ff_out", gathered="norm?.linear", num_heads="num_heads"
         ),
-        sample_modules=("norm?.linear",),
+        linears=runs_over(sample=("norm?.linear",)),
         tokens=one(
             "hidden_states=img@1 encoder_hidden_states=txt@1 image_rotary_emb.0=img@0 image_rotary_emb.1=img@0",
             "=txt+img",

@@ -337,7 +337,7 @@ class _Seen:
 
 
 def written(plan: TokenPlan) -> str:
-    """The row as families/comfy/token_plans.py would have it."""
+    """The plan as a row of families/comfy would have it."""
     blocks = []
     for name, rows in plan.blocks.items():
         counts = f", counts={rows.counts!r}" if rows.counts else ""

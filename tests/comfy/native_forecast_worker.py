@@ -18,7 +18,7 @@ from devicebridge.families.comfy.registry import find_native
 from devicebridge.jobs.job import make_runner
 from devicebridge.nodes.host.native.model import native_training, plain_attention
 from devicebridge.nodes.host.native.source import read_native
-from devicebridge.parallel.placement import Placement, block_flops, block_names, native_list
+from devicebridge.parallel.placement import Placement, block_flops, block_names
 from devicebridge.parallel.runner import MicroBatch
 from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.dry_run import Kernels, SampleText, Work
@@ -145,7 +145,7 @@ def operations_of_ltx2() -> None:
         model(streams, (level.to("meta"),) * 2, text, None, 25, options)
     row = find_native(LTXAVModel)
     assert row is not None
-    estimated = block_flops(model.get_submodule("transformer_blocks.0"), native_list(row), 16 * 16 * 24, 512)
+    estimated = block_flops(model.get_submodule("transformer_blocks.0"), row.linears, 16 * 16 * 24, 512)
     assert abs(estimated / counted[0] - 1) < 0.1
 
 

@@ -29,7 +29,7 @@ from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.parallel.placement import native_list, products_of
+from devicebridge.parallel.placement import products_of
 from devicebridge.patches.hooks import HookSet, map_tensors
 from devicebridge.planning import times
 from devicebridge.tests.comfy.cases import case_of, long_case, run_cases
@@ -383,7 +383,7 @@ class _Runs:
         divided = {name: (plan, shares_of(blocks[name], plan, 2)) for name, plan in plans.items() if plan}
         with mock.patch.object(times, "NUM_TEXT_TOKENS", COUNTED_TOKENS[1]):
             work = times.forward_work(self.model, self.row, divided, COUNTED_TOKENS[0])
-        side = native_list(self.row)
+        side = self.row.linears
         products = sum(sum(products_of(block, side, *COUNTED_TOKENS).values()) for block in blocks.values())
         with _products_watched(blocks.values()) as done:
             self.whole()

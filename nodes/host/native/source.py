@@ -26,7 +26,6 @@ from ....families.comfy.native import NativeModel
 from ....families.comfy.registry import find_native
 from ....families.registry import COMFYUI
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
-from ....parallel.placement import native_list
 from ..comfy_encoders import AS_LOADED, attached_to
 from .drawing import FLOWS, time_at
 from .files import AGAIN, ask_comfyui, given_to_loader
@@ -250,6 +249,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
     blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
     lists = tuple(name for name in row.block_lists if any(each.startswith(f"{name}.") for each in blocks))
     follows = (find_native(type(model)) or row).follows
+    of_samples = row.linears.sample_modules
     every = (*lists, *(name for name in follows if hasattr(model, name)))
     unused: Any = dict.fromkeys(("make_inputs", "read_prediction", "encode_latents", "decode_latents"), _unused)
     family = spec.ModelFamily(
@@ -257,10 +257,10 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         title=f"ComfyUI's {row.class_name}",
         transformer_class=row.class_name,
         vae_class="",
-        block_lists=tuple(replace(native_list(row), name=name) for name in lists),
+        block_lists=tuple(replace(row.linears, name=name) for name in lists),
         tail=(*(tail[module] for module in tail_modules(model, row)), *tail_parameters(model, row)),
         read_by_tail=row.read_by_tail,
-        keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in row.sample_modules)),
+        keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in of_samples)),
         lora_targets=tuple(f"{name}.*" for name in lists),
         latent=_latent_of(base, row),
         timesteps=timesteps,

@@ -82,7 +82,7 @@ def examine(path: Path) -> str:
             f"# {name}: {'has a written row' if is_written else 'nobody has described its tokens'}.",
             "# Derived from small pictures, proved for inputs of these kinds alone: results and keys are one card's.",
             f"# Gradients: {next((refused for _, refused in proved if refused), 'those of one card')}.",
-            *(f'"{name}": {row},' for row in dict.fromkeys(row for row, _ in proved)),
+            *(f"tokens={row}," for row in dict.fromkeys(row for row, _ in proved)),
         ]
     blocks = min(trained.values(), key=lambda each: bool(each.refused), default=Blocks(layout.block_lists))
     if trained:

@@ -23,7 +23,7 @@ from ....parallel import block_lists
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.graphs import Graphs
 from ....parallel.local.interleave import Interleave
-from ....parallel.placement import Placement, block_flops, check_budgets, native_list, plan_manual, plan_placement
+from ....parallel.placement import Placement, block_flops, check_budgets, plan_manual, plan_placement
 from ....patches.changes import replaced_methods
 from ....patches.hooks import HookSet
 from ....planning.times import NUM_TEXT_TOKENS, PICTURE_TOKENS
@@ -395,7 +395,7 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
     by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
     costs: list[float] = list(sizes)
     if is_time:  # a block's share changes little with the size of what is sampled
-        of_blocks, side = map(diffusion_model.get_submodule, blocks), native_list(layout)
+        of_blocks, side = map(diffusion_model.get_submodule, blocks), layout.linears
         costs = [block_flops(block, side, PICTURE_TOKENS, NUM_TEXT_TOKENS) for block in of_blocks]
 
     def place(budget: Mapping[torch.device, int]) -> Placement:

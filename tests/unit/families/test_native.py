@@ -42,7 +42,7 @@ def test_a_row_is_complete(row: NativeModel) -> None:
     )
     assert len(set(row.block_lists)) == len(row.block_lists)
     assert not set(row.block_lists) & set(row.tail)
-    named = {*row.replace_keys.values(), *row.follows, *row.optional, *(each.main for each in row.follows.values())}
+    named = {*row.replace_keys.values(), *row.follows, *row.optional, *(main for main, _ in row.follows.values())}
     assert named <= set(row.block_lists)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from devicebridge.families.comfy.native import Follows, NativeModel
+from devicebridge.families.comfy.native import NativeModel
 from devicebridge.parallel.block_lists import (
     block_fqns,
     execution_order,
@@ -38,7 +38,7 @@ class _Model(nn.Module):
 
 
 _ROW = NativeModel("_Model", ("first", "middle", "second"), ("tail", "tail_list", "absent"), "for tests")
-_WITH_SIDE = dataclasses.replace(_ROW, block_lists=("first", "side"), follows={"side": Follows("first", "mapping")})
+_WITH_SIDE = dataclasses.replace(_ROW, block_lists=("first", "side"), follows={"side": ("first", "mapping")})
 
 
 def test_lists_dicts_and_single_blocks_are_named_in_order() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.registry import find_family
-from devicebridge.families.spec import BlockList
+from devicebridge.families.tensor_plan import BlockList
 from devicebridge.parallel.block_lists import parts_of_tail, tail_parameters
 from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import block_names, plan_manual

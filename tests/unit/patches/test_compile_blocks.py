@@ -7,7 +7,7 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.families.registry import FAMILIES
-from devicebridge.families.spec import BlockList
+from devicebridge.families.tensor_plan import BlockList
 from devicebridge.parallel.offload.recompute import InPlaceGuard
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches import compile_blocks

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.families.comfy.native import NativeModel
-from devicebridge.families.spec import BlockList
+from devicebridge.families.comfy.native import NativeModel, runs_over
+from devicebridge.families.tensor_plan import BlockList
 from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.parallel.placement import block_flops, native_list
+from devicebridge.parallel.placement import block_flops
 from devicebridge.planning import times as work_module
 from devicebridge.planning.times import forward_work, has_guidance, key_bytes
 from devicebridge.tests.emulated import CARDS, emulated_cards
@@ -21,7 +21,7 @@ from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
 from devicebridge.tests.unit.parallel.test_tensor_parallel import HIDDEN, PLANS, WIDTH, Fused, Model, Separate
 from torch import nn
 
-LAYOUT = NativeModel("toy.Toy", ("blocks",), (), "a toy", sample_modules=("*modulation*",), tensor=PLANS)
+LAYOUT = NativeModel("toy.Toy", ("blocks",), (), "a toy", linears=runs_over(sample=("*modulation*",)), tensor=PLANS)
 TOKENS = 9
 
 
@@ -75,7 +75,7 @@ def test_layers_that_every_card_computes_whole_are_counted_apart() -> None:
 
 def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> None:
     block, tokens = Block(), 512 + 512
-    layout = NativeModel("toy.Toy", ("blocks",), (), "a toy", routed_modules={"*.experts.*": 0.25})
+    layout = NativeModel("toy.Toy", ("blocks",), (), "a toy", linears=runs_over(routed_modules={"*.experts.*": 0.25}))
     work = forward_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, 2))}, 512)
     width = block.tail.up.in_features
     # sums, and what the gate has chosen, and how much of it
@@ -85,7 +85,7 @@ def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> 
 @pytest.mark.parametrize(("joint", "tokens"), [(True, 512 + 512), (False, 512)])
 def test_where_text_is_beside_the_stream_layers_see_the_picture_alone(joint, tokens) -> None:
     model = Model([Separate()])
-    work = forward_work(model, dataclasses.replace(LAYOUT, is_joint=joint), _shares(model, 2), 512)
+    work = forward_work(model, dataclasses.replace(LAYOUT, linears=runs_over(is_joint=joint)), _shares(model, 2), 512)
     assert work.sent_bytes == tokens * (2 * 2 * WIDTH + 2 * 4)  # two sums, and the squares of two norms
     assert work.stream_bytes == 2 * tokens * WIDTH
 
@@ -93,9 +93,9 @@ def test_where_text_is_beside_the_stream_layers_see_the_picture_alone(joint, tok
 def test_attention_is_as_wide_as_what_runs_over_tokens() -> None:
     """Not as a narrow layer of modulation, or one of the text."""
     block = Separate()
-    before = block_flops(block, native_list(LAYOUT), 4096, 512)
+    before = block_flops(block, LAYOUT.linears, 4096, 512)
     block.modulation, block.txt_in = nn.Linear(2, WIDTH), nn.Linear(4, WIDTH)
-    after = block_flops(block, native_list(LAYOUT), 4096, 512)
+    after = block_flops(block, LAYOUT.linears, 4096, 512)
     assert after == before + 2 * 2 * WIDTH + 2 * 512 * 4 * WIDTH
 
 
