@@ -207,9 +207,8 @@ def test_texts_that_are_read_with_pictures_share_a_batch_by_their_own_entries(tm
     encoders = dataclasses.replace(_encoders(), conditioner=_TextsOfPictures())
     with EventLog(Path(job.output.folder)) as events:
         data, _ = cache_job(_edit_plan(job), events, encoders=encoders)
-        assert len({each.text_keys[0] for each in data.samples}) == len(data.samples) and data.prompt_keys.keys() == {
-            ""
-        }
+        assert len({each.text_keys[0] for each in data.samples}) == len(data.samples)
+        assert data.prompt_keys.keys() == {""}
         assert not any(each.text_keys[-1] for each in data.samples)
         (tmp_path / "data" / "image_1.txt").write_text("a longer picture")
         with pytest.raises(ValueError, match="batch_size is above 1, but .* has conditions of other sizes"):
