@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ..config.job import Resume, resume_flags
@@ -34,8 +34,7 @@ def launch(options: argparse.Namespace, count: int) -> int:
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SAVING_S), **made.environment}
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
-        script = own_command(needs_comfyui=True)[1:]
-        command = torchrun_command(count, script, options.job, resume=options.resume, is_verbose=options.verbose)
+        command = torchrun_command(count, options.job, resume=options.resume, is_verbose=options.verbose)
         sys.stdout.flush()
         with start(command, environment=environment, output=sys.stdout, stop_timeout_s=2 * _SAVING_S) as running:
             while running.exit_code is None:
@@ -46,13 +45,11 @@ def launch(options: argparse.Namespace, count: int) -> int:
         return made.code() or code
 
 
-def torchrun_command(
-    count: int, script: Sequence[str], job: Path, *, resume: Resume, is_verbose: bool = False
-) -> list[str | Path]:
-    """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet.
-    script: our command line's, with what it takes in front."""
+def torchrun_command(count: int, job: Path, *, resume: Resume, is_verbose: bool = False) -> list[str | Path]:
+    """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet."""
     flags = ["--nnodes", "1", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-id", uuid.uuid4().hex]
     flags += ["--rdzv-endpoint", "localhost:0"]
+    script = own_command(needs_comfyui=True)[1:]  # of Python
     ours = [*script, *["--verbose"] * is_verbose, "train", str(job), *resume_flags(resume)]
     return python_command("from torch.distributed.run import main; main()", *flags, *ours)
 

@@ -79,6 +79,6 @@ def test_what_continues_a_training_starts_as_many_processes(processes: int, flag
     assert again(options, job, RankPlace(0, 2, 0, 2)) == f"devicebridge train job.toml{flag} --resume"
     assert again(options, job, None) == "devicebridge train job.toml --resume"
     for resume, last in ((False, "job.toml"), (True, "--resume"), ("continue", "--continue")):
-        assert torchrun_command(2, ["ours"], Path("job.toml"), resume=resume)[-1] == last
+        assert torchrun_command(2, Path("job.toml"), resume=resume)[-1] == last
     with mock.patch.dict(os.environ, dict.fromkeys(launch.environment, "")):
         assert again(options, job, RankPlace(0, 2, 0, 2)).startswith("the same torchrun command with train job.toml")

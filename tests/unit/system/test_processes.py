@@ -263,7 +263,7 @@ def _starts(tmp_path: Path) -> dict[str, Sequence[str | Path]]:
     save_job(made, job)
     return {
         "queue": train_command(made, job, resume=False),
-        "ranks": torchrun_command(1, [str(ROOT / "__main__.py")], job, resume=False),
+        "ranks": torchrun_command(1, job, resume=False),
         "native": [*native_command(sys.executable, tmp_path / "nothing", tmp_path), "train", job],
         "question": processes.python_command("import json, pathlib, runpy"),
     }
