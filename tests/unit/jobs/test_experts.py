@@ -109,7 +109,6 @@ def scripted(monkeypatch, tmp_path):
     actions: dict[str, str] = {}
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
-    monkeypatch.setattr(experts_module, "_MAIN", program)
     monkeypatch.setattr("devicebridge.runs.queue._MAIN", program)
 
     def save(**changed):
