@@ -96,6 +96,9 @@ class SplitConfig:
             raise ValueError(f"memory_limit_gb has {found} values for {count} devices; give one each")
 
 
+PER_DEVICE = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")  # of split, beside its devices
+
+
 # With a new name the type checker reports each `match` that does not know it.
 Strategy = Literal["none", "pipeline", "data", "tokens", "fsdp"]
 

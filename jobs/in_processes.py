@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..checkpoints.checkpoint import read_checkpoint
 from ..config.job import JobConfig, Resume, save_for_process
+from ..config.model import PER_DEVICE
 from ..events import Event, EventLog, EventTail, Listener
 from ..families.registry import FAMILIES
 from ..families.spec import Variant
@@ -143,9 +144,6 @@ def run_in_processes(
     return process.result()
 
 
-_PER_DEVICE = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
-
-
 def expert_jobs(job: JobConfig, devices: Sequence[str]) -> dict[str, JobConfig]:
     """The jobs of "high_noise" and "low_noise", in this order. The first half of the devices is the first one's.
     Raises: ValueError for no half of a pair, the same expert twice, or other than one setting per device."""
@@ -181,10 +179,10 @@ def _expert_job(
     job: JobConfig, name: str, variant: Variant, path: str, devices: Sequence[str], share: slice
 ) -> JobConfig:
     folder = Path(job.output.folder)
-    for setting in _PER_DEVICE:
+    for setting in PER_DEVICE:
         if (count := len(getattr(job.split, setting))) not in (0, len(devices)):
             raise ValueError(f"split.{setting} has {count} values for {', '.join(devices)} of both; give one each")
-    own = {setting: getattr(job.split, setting)[share] for setting in _PER_DEVICE}
+    own = {setting: getattr(job.split, setting)[share] for setting in PER_DEVICE}
     return replace(
         job,
         model=replace(job.model, path=path, second_expert="", variant=variant.name),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..config.job import JobConfig, Resume, shared_settings
-from ..config.model import Strategy, shards_weights, shares_rows
+from ..config.model import PER_DEVICE, Strategy, shards_weights, shares_rows
 from ..config.setting import requested
 from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks, joined
@@ -322,8 +322,7 @@ def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> Job
     is_sharded, is_alone = shards_weights(strategy), len(ranks.devices) == 1
     count, place = len(ranks.devices), ranks.place
     mine = slice(place.local_rank * count, (place.local_rank + 1) * count)
-    names = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
-    values = {name: getattr(job.split, name) for name in names}  # of those for all devices of the machine, its own
+    values = {name: getattr(job.split, name) for name in PER_DEVICE}  # of those for all devices of the machine, its own
     of_all = {name: each[mine] for name, each in values.items() if len(each) == count * place.num_local}
     split = replace(job.split, devices=tuple(map(str, ranks.devices)), **of_all)
     if is_sharded:

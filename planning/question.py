@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..config.job import DataConfig, JobConfig, SplitConfig
-from ..config.model import Strategy, has_stages, holds_copies, shares_rows
+from ..config.model import PER_DEVICE, Strategy, has_stages, holds_copies, shares_rows
 from ..config.setting import requested
 from ..data.samples import Sample, bucket_step, make_buckets, make_clip_plan
 from ..families.spec import LatentSpec, Variant
@@ -192,7 +192,7 @@ class Question:
 
     def check_counts(self) -> None:
         """Raises: ValueError for settings per device that are not as many as there are cards."""
-        for name in ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks"):
+        for name in PER_DEVICE:
             check_one_each(f"split.{name}", getattr(self.job.split, name), [card.name for card in self.cards])
 
     @cached_property
