@@ -241,15 +241,11 @@ def a_controlnet_that_takes_entries_out(case: Case) -> None:
 
     def change(model: Any, device: torch.device) -> None:
         net = comfy.ldm.lumina.controlnet.ZImage_Control(
-            dim=config["dim"],
-            n_heads=config["n_heads"],
-            n_kv_heads=config["n_kv_heads"],
-            multiple_of=config["multiple_of"],
-            ffn_dim_multiplier=config["ffn_dim_multiplier"],
+            dim=config["dim"], n_heads=config["n_heads"], n_kv_heads=config["n_kv_heads"],
+            multiple_of=config["multiple_of"], ffn_dim_multiplier=config["ffn_dim_multiplier"],
             n_control_layers=30,  # the node spreads its layers over 30 blocks
-            dtype=torch.float32,
-            operations=comfy.ops.manual_cast,
-        )
+            dtype=torch.float32, operations=comfy.ops.manual_cast,
+        )  # fmt: skip
         generator = torch.Generator().manual_seed(8)
         for parameter in net.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1

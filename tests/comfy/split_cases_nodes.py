@@ -28,19 +28,16 @@ FLUX: tuple[Node, ...] = (
     ("nodes_slg", "SkipLayerGuidanceDiT", {**_SKIPPED, "scale": 2.0}),
     ("nodes_slg", "SkipLayerGuidanceDiTSimple", _SKIPPED),
     (
-        "nodes_rope",
-        "ScaleROPE",
+        "nodes_rope", "ScaleROPE",
         {"scale_x": 1.5, "shift_x": 0.0, "scale_y": 0.7, "shift_y": 1.0, "scale_t": 1.0, "shift_t": 0.0},
     ),
     ("nodes_model_advanced", "ModelSamplingFlux", {"max_shift": 1.3, "base_shift": 0.4, "width": 512, "height": 512}),
     ("nodes_model_advanced", "RescaleCFG", {"multiplier": 0.7}),
     ("nodes_model_advanced", "ModelComputeDtype", {"dtype": "bf16"}),
-    ("nodes_apg", "APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": 0.1}),
-    ("nodes_cfg", "CFGZeroStar", {}),
+    ("nodes_apg", "APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": 0.1}), ("nodes_cfg", "CFGZeroStar", {}),
     ("nodes_nag", "NAGuidance", {"nag_scale": 3.0, "nag_alpha": 0.5, "nag_tau": 1.5}),
-    ("nodes_easycache", "EasyCacheNode", _CACHED),
-    ("nodes_easycache", "LazyCacheNode", _CACHED),
-)
+    ("nodes_easycache", "EasyCacheNode", _CACHED), ("nodes_easycache", "LazyCacheNode", _CACHED),
+)  # fmt: skip
 SD3: tuple[Node, ...] = (
     ("nodes_sd3", "SkipLayerGuidanceSD3", {**_ALL_STEPS, "layers": "0, 2", "scale": 3.0}),
     ("nodes_model_advanced", "ModelSamplingSD3", {"shift": 5.0}),

@@ -25,14 +25,9 @@ WAYS = ("blocks", "tensor", "tokens")
 # One mechanism with every class: a case's name -> its classes, and those of a short run.
 EVERY = {
     "family_{}": (FAMILIES, ("flux2", "wan_vace", "sdxl", "z_image", "hidream", "minimax_h3")),
-    "tensor_{}": (DIVIDED, ("wan_heads", "z_image")),
-    "tokens_{}": (SHARED, ("flux2", "wan", "hidream_o1")),
-    "derived_{}": (DERIVED, ("flux1_heads",)),
-    "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
+    "tensor_{}": (DIVIDED, ("wan_heads", "z_image")), "tokens_{}": (SHARED, ("flux2", "wan", "hidream_o1")),
+    "derived_{}": (DERIVED, ("flux1_heads",)), "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
     "replayed_tokens_{}": (SHARED, ("flux2", "qwen_image")),
-    "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)),
-    "{}_loras": (WAYS, WAYS),
-    "{}_controlnets": (WAYS, WAYS),
-    "{}_context_windows": (WAYS, WAYS),
-    "{}_merges": (WAYS[:2], WAYS[:1]),
-}
+    "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)), "{}_loras": (WAYS, WAYS),
+    "{}_controlnets": (WAYS, WAYS), "{}_context_windows": (WAYS, WAYS), "{}_merges": (WAYS[:2], WAYS[:1]),
+}  # fmt: skip

@@ -114,17 +114,15 @@ OLD_WORKFLOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "second card": ("UNETLoaderMultiGPU", {"device": "lazy:1"}),
     "bytes": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:0,1mb;lazy:1,*"}),
     "lent by the host": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH),
-    "first card": ("UNETLoaderMultiGPU", {"device": "lazy:0"}),
-    "processor": ("UNETLoaderMultiGPU", {"device": "cpu"}),
+    "first card": ("UNETLoaderMultiGPU", {"device": "lazy:0"}), "processor": ("UNETLoaderMultiGPU", {"device": "cpu"}),
     "lent by a card": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"virtual_vram_gb": 1.0, "donor_device": "lazy:1"}),
     "ratio": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:1,25%;lazy:0,75%"}),
     "fractions": ("UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:0,0.0001;lazy:1,0.5"}),
     "rest in the host": (
-        "UNETLoaderDisTorch2MultiGPU",
-        _DISTORCH | {"expert_mode_allocations": "lazy:0,1mb;lazy:1,500kb;cpu,*"},
+        "UNETLoaderDisTorch2MultiGPU", _DISTORCH | {"expert_mode_allocations": "lazy:0,1mb;lazy:1,500kb;cpu,*"},
     ),
     "low precision": ("UNetLoaderLP", {}),
-}
+}  # fmt: skip
 _ALWAYS = ("second card", "bytes")
 
 

@@ -202,23 +202,20 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(comfyui, checkpoint,
     [
         ({"model": {"path": "nowhere.safetensors"}}, "which is not in ComfyUI's folders"),
         pytest.param(
-            {"cache": {"stock_vae": ""}},
-            "holds no VAE; name the VAE of the model with cache.stock_vae",
+            {"cache": {"stock_vae": ""}}, "holds no VAE; name the VAE of the model with cache.stock_vae",
             marks=pytest.mark.long,
         ),
         pytest.param(
-            {"cache": {"stock_vae": "empty.safetensors"}},
-            "empty.safetensors (0 bytes) is not a safetensors file",
+            {"cache": {"stock_vae": "empty.safetensors"}}, "empty.safetensors (0 bytes) is not a safetensors file",
             marks=pytest.mark.long,
         ),
         ({"cache": {"stock_vae": "packed.gguf"}}, "packed.gguf is a GGUF file"),
         pytest.param(
-            {"cache": {"stock_clip_type": "flux9"}},
-            "cache.stock_clip_type is 'flux9'; ComfyUI knows",
+            {"cache": {"stock_clip_type": "flux9"}}, "cache.stock_clip_type is 'flux9'; ComfyUI knows",
             marks=pytest.mark.long,
         ),
     ],
-)
+)  # fmt: skip
 def test_what_a_job_file_names_wrongly_is_told(comfyui, server, checkpoint, images, tmp_path, sections, message):
     for name in ("empty.safetensors", "packed.gguf"):
         (server.base / "models" / "vae" / name).touch()

@@ -83,15 +83,11 @@ class Bench(native_steps.Bench):
 
     def job(self, name: str, sections: Mapping[str, Any]) -> JobConfig:
         merged = {
-            "lora": _LORA,
-            "split": {"devices": ["cpu"]},
-            "output": {"folder": str(self.folder / name), "tensorboard": False, "lora_dtype": "float32"},
-            **sections,
+            "lora": _LORA, "split": {"devices": ["cpu"]},
+            "output": {"folder": str(self.folder / name), "tensorboard": False, "lora_dtype": "float32"}, **sections,
             "model": {"path": str(self.path), "family": "comfyui", "dtype": "float32", **sections.get("model", {})},
             "data": {
-                "resolutions": [64],
-                "folders": [{"path": str(self.folder / "images")}],
-                **sections.get("data", {}),
+                "resolutions": [64], "folders": [{"path": str(self.folder / "images")}], **sections.get("data", {}),
             },
             "cache": {
                 "folder": str(self.folder / "cache"),
@@ -102,7 +98,7 @@ class Bench(native_steps.Bench):
                 **sections.get("cache", {}),
             },
             "train": {"steps": 4, "seed": 3, **sections.get("train", {})},
-        }
+        }  # fmt: skip
         return make_job(merged)
 
     @contextlib.contextmanager

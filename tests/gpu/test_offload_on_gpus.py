@@ -96,15 +96,12 @@ def test_jobs_over_two_gpus_are_those_without_bit_for_bit(name, tmp_path, monkey
     results = []
     for strategy, asked in (("none", "off"), ("none", "on"), ("pipeline", "on")):
         job = make_tiny_job(
-            tmp_path,
-            name,
+            tmp_path, name,
             split={
                 "devices": ["cuda:0", "cuda:1"], "blocks_without_checkpointing": [0, 0], "balance": "manual",
                 "split_at": [1],
             },
-            train={**train, "offload_activations": asked},
-            lora={"dropout": 0.3},
-            parallel={"strategy": strategy},
+            train={**train, "offload_activations": asked}, lora={"dropout": 0.3}, parallel={"strategy": strategy},
             output={"folder": str(tmp_path / f"{strategy}-{asked}")},
         )  # fmt: skip
         results.append(run_job(job))

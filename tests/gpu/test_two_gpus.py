@@ -103,16 +103,13 @@ def test_streamed_blocks_train_as_resident_ones_bit_for_bit(quantize, strategy, 
     for swapped in ([0, 0], [0, 3]):
         torch._dynamo.reset()
         job = make_tiny_job(
-            tmp_path,
-            "flux2",
-            model={"dtype": "bfloat16", "quantize": quantize},
+            tmp_path, "flux2", model={"dtype": "bfloat16", "quantize": quantize},
             split={
                 "devices": ["cuda:0", "cuda:1"], "balance": "manual", "split_at": [1],
                 "blocks_without_checkpointing": [0, 0], "offloaded_blocks": swapped,
             },
             train={"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3, "compile": compile},
-            lora={"dropout": 0.3},
-            parallel={"strategy": strategy},
+            lora={"dropout": 0.3}, parallel={"strategy": strategy},
             output={"folder": str(tmp_path / f"swapped_{swapped[1]}")},
         )  # fmt: skip
         results.append(run_job(job))

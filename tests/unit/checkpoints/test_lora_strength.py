@@ -105,10 +105,7 @@ WRITTEN: dict[str, tuple[dict[str, Tensor], dict[str, str] | None, float]] = {
     "the first pattern": (
         _lora(f"transformer.{LAYER}"),
         _adapter(
-            OF,
-            r=64,
-            lora_alpha=1,
-            rank_pattern={"^attn.to_q": 9, "to_q": RANK, "attn.to_q": 7},
+            OF, r=64, lora_alpha=1, rank_pattern={"^attn.to_q": 9, "to_q": RANK, "attn.to_q": 7},
             alpha_pattern={f"^{LAYER}": 2.0, "to_q": 3},
         ),
         2 / RANK,
@@ -118,11 +115,10 @@ WRITTEN: dict[str, tuple[dict[str, Tensor], dict[str, str] | None, float]] = {
             key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): each
             for key, each in _lora(KOHYA, alpha=torch.tensor(2.0)).items()
         },
-        {"ss_network_alpha": "16", "ss_network_dim": "4"},
-        2 / RANK,
+        {"ss_network_alpha": "16", "ss_network_dim": "4"}, 2 / RANK,
     ),
     "kohya's multiplied in": (_lora(f"diffusion_model.{LAYER}"), {"ss_network_alpha": "16", "ss_network_dim": "4"}, 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("where", WRITTEN)
@@ -175,16 +171,12 @@ def _refused() -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None, tupl
         "alpha 0": ({**pair, alpha: torch.tensor(0.0)}, None, (name, "alpha", "0")),
         "two alphas": ({**pair, alpha: torch.ones(2)}, None, (name, "alpha", "[2]")),
         "a magnitude for columns": (
-            {**pair, magnitude: torch.ones(1, columns)},
-            None,
-            (name, "dora_scale", f"[1, {columns}]"),
+            {**pair, magnitude: torch.ones(1, columns)}, None, (name, "dora_scale", f"[1, {columns}]"),
         ),
         "one spelling more": ({**pair, down_key: down.clone()}, None, (a, down_key)),
         "metadata of another rank": (pair, _adapter(OF, r=8, lora_alpha=16), (name, "rank 4", "alpha 16", "rank 8")),
         "metadata of another alpha": (
-            {**pair, alpha: torch.tensor(2.0)},
-            _adapter(OF, **usual),
-            (name, "alpha 2", "alpha 16", "rank 4"),
+            {**pair, alpha: torch.tensor(2.0)}, _adapter(OF, **usual), (name, "alpha 2", "alpha 16", "rank 4"),
         ),
         "metadata of another component": (pair, _adapter("unet.", r=4, lora_alpha=16), (name, "unet")),
         "metadata of no alpha": (pair, _adapter(OF, r=4), (LAYER, "alpha")),
@@ -192,16 +184,13 @@ def _refused() -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None, tupl
         "metadata that is no JSON": (pair, {"lora_adapter_metadata": "{"}, ("lora_adapter_metadata",)),
         "a pattern without an end": (pair, _adapter(OF, **usual, rank_pattern={"(a+)+": 4}), ("rank_pattern", "(a+)+")),
         "a base that was changed": (
-            pair,
-            _adapter(OF, **usual, init_lora_weights="pissa_niter_16"),
-            ("pissa_niter_16",),
+            pair, _adapter(OF, **usual, init_lora_weights="pissa_niter_16"), ("pissa_niter_16",),
         ),
         "an alpha that was lost": (
             {f"{KOHYA}.lora_down.weight": down, f"{KOHYA}.lora_up.weight": up},
-            {"ss_network_alpha": "1", "ss_network_dim": "4"},
-            (KOHYA, "ss_network_alpha 1", "rank 4"),
+            {"ss_network_alpha": "1", "ss_network_dim": "4"}, (KOHYA, "ss_network_alpha 1", "rank 4"),
         ),
-    }
+    }  # fmt: skip
 
 
 REFUSED = _refused()

@@ -497,15 +497,12 @@ def _captions(root, text, folder=None, **options):
 @pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
-        ("a dog", {}, "a dog"),
-        ("a dog", {"trigger_word": "ohwx"}, "ohwx, a dog"),
+        ("a dog", {}, "a dog"), ("a dog", {"trigger_word": "ohwx"}, "ohwx, a dog"),
         ("a OHWX dog", {"trigger_word": "ohwx"}, "a OHWX dog"),
-        ("a [trigger] dog", {"trigger_word": "ohwx"}, "a ohwx dog"),
-        ("", {"trigger_word": "ohwx"}, "ohwx"),
+        ("a [trigger] dog", {"trigger_word": "ohwx"}, "a ohwx dog"), ("", {"trigger_word": "ohwx"}, "ohwx"),
         (None, {"trigger_word": "ohwx"}, "ohwx"),
         (
-            "a dog",
-            {"trigger_word": "ohwx", "caption_template": "photo of {trigger}, {caption}"},
+            "a dog", {"trigger_word": "ohwx", "caption_template": "photo of {trigger}, {caption}"},
             "photo of ohwx, a dog",
         ),
         ("", {"trigger_word": "ohwx", "caption_template": "photo of {trigger}, {caption}"}, "photo of ohwx"),
@@ -516,7 +513,7 @@ def _captions(root, text, folder=None, **options):
         ("mine", {"folder": {"caption": "a photo of a dog"}}, "mine"),
         ("a dog", {"caption_template": "x {caption}", "folder": {"caption_template": "y {caption}"}}, "y a dog"),
     ],
-)
+)  # fmt: skip
 def test_captions_are_made_as_dataset_and_folder_say(tmp_path, caplog, text, options, expected):
     assert _captions(tmp_path, text, **options) == expected
     assert ("no caption file" in caplog.text) == (text is None and "caption" not in options.get("folder", {}))

@@ -127,15 +127,10 @@ def test_a_folder_is_known_by_its_images_in_their_order_and_not_by_their_names(t
 CORNERS = np.zeros((32, 48, 3), dtype=np.uint8)
 CORNERS[:16, :24], CORNERS[:16, 24:], CORNERS[16:, :24], CORNERS[16:, 24:] = COLOURS[:4]
 MATRICES = {  # matrix -> numbers of the colours at top left, top right, bottom left, bottom right
-    (1, 0, 0, 1): (0, 1, 2, 3),
-    (0, 1, -1, 0): (2, 0, 3, 1),  # a telephone held upright: shown turned clockwise
-    (-1, 0, 0, -1): (3, 2, 1, 0),
-    (0, -1, 1, 0): (1, 3, 0, 2),
-    (-1, 0, 0, 1): (1, 0, 3, 2),  # a mirror
-    (1, 0, 0, -1): (2, 3, 0, 1),
-    (0, 1, 1, 0): (0, 2, 1, 3),
-    (0, -1, -1, 0): (3, 1, 2, 0),
-}
+    (1, 0, 0, 1): (0, 1, 2, 3), (0, 1, -1, 0): (2, 0, 3, 1),  # a telephone held upright: shown turned clockwise
+    (-1, 0, 0, -1): (3, 2, 1, 0), (0, -1, 1, 0): (1, 3, 0, 2), (-1, 0, 0, 1): (1, 0, 3, 2),  # a mirror
+    (1, 0, 0, -1): (2, 3, 0, 1), (0, 1, 1, 0): (0, 2, 1, 3), (0, -1, -1, 0): (3, 1, 2, 0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

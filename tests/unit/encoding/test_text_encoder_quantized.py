@@ -53,13 +53,11 @@ def _shortened(spec: TextEncoderSpec, **changes: Any) -> TextEncoderSpec:
 _CLIP, _T5 = FAMILIES["flux1"].variants[0].text_encoders
 SPECS = {
     "mistral3": _shortened(
-        FAMILIES["flux2"].variant("flux2-dev").text_encoders[0], layers=(1, 2, 3), system_prompt="Eh"
+        FAMILIES["flux2"].variant("flux2-dev").text_encoders[0], layers=(1, 2, 3), system_prompt="Eh",
     ),
     "qwen3": _shortened(FAMILIES["flux2"].variant("flux2-klein-4b").text_encoders[0], layers=(1, 2, 3)),
-    "t5": _shortened(_T5),
-    "umt5": _shortened(FAMILIES["wan"].variants[0].text_encoders[0]),
-    "clip": _shortened(_CLIP),
-}
+    "t5": _shortened(_T5), "umt5": _shortened(FAMILIES["wan"].variants[0].text_encoders[0]), "clip": _shortened(_CLIP),
+}  # fmt: skip
 ROUNDED = [kind for kind, spec in SPECS.items() if "*" not in spec.keep_full_precision]
 SCHEMES: tuple[TextScheme, ...] = ("int8", "fp8")
 

@@ -102,13 +102,11 @@ OTHERS = {
     ),
     "another image": _first(latents_key="k9"),
     "another caption": _first(text_keys=(("t2", "c0"), ("t0",))),
-    "another weight of its loss": _first(loss_weight=0.3),
-    "no mask": _first(mask_path=None),
-    "another mask": _other_mask,
-    "no reference": _first(condition=None, text_keys=(("t1",), ("t0",))),
+    "another weight of its loss": _first(loss_weight=0.3), "no mask": _first(mask_path=None),
+    "another mask": _other_mask, "no reference": _first(condition=None, text_keys=(("t1",), ("t0",))),
     "another reference": _first(text_keys=(("t1", "c1"), ("t0",))),
     "another text encoder": _first(text_keys=(("t9", "c0"), ("t0",))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -139,15 +139,13 @@ def _long_way(layer: nn.Module) -> Any:
 @pytest.mark.parametrize(
     "capture",
     [
-        lambda layer: functools.partial(lambda held, x: held(x), layer),
-        _Holder,
-        lambda layer: _Holder(layer).__call__,
+        lambda layer: functools.partial(lambda held, x: held(x), layer), _Holder, lambda layer: _Holder(layer).__call__,
         lambda layer: {"key": [_closure(layer)]},
         lambda layer: {"key": [types.SimpleNamespace(inject=_closure(layer), eject=lambda patcher: None)]},
         lambda layer: [_long_way(layer), _Holder(layer)],
     ],
     ids=["partial", "object", "bound method", "registry", "injection", "a longer way to it first"],
-)
+)  # fmt: skip
 def test_what_captured_a_layer_is_refused(model_copy: ModuleType, model: Model, capture: Any) -> None:
     _, copies = model_copy.copy_structure(model)
     with pytest.raises(ValueError, match=r"a patch .* holds on to it \(Layer layer\).*directly after the loader"):
