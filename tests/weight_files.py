@@ -1,6 +1,7 @@
 """Weight files whose header a test writes itself, and models that must be equal bit for bit."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +21,14 @@ def write_raw(file: Path, header: object, num_bytes: int = 0, data: bytes = b"")
         stream.write(len(text).to_bytes(8, "little") + text + data)
         stream.truncate(max(stream.tell(), 8 + len(text) + num_bytes))
     return file
+
+
+def are_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    """In names, types, shapes and bits."""
+    return found.keys() == expected.keys() and all(
+        found[name].dtype is each.dtype and found[name].shape == each.shape
+        and torch.equal(*plain_parts(found[name]), *plain_parts(each)) for name, each in expected.items()
+    )  # fmt: skip
 
 
 def assert_same_model(found: nn.Module, expected: nn.Module) -> None:

@@ -17,7 +17,7 @@ from devicebridge.families.comfy.inputs import COND, read_latents, streams_of
 from devicebridge.jobs.lora_output import lora_file_tensors
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
-from devicebridge.tests.comfy.native_steps import CARDS, TWO, Bench, _sample
+from devicebridge.tests.comfy.native_steps import CARDS, TWO, Bench, _sample, distance
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED
 from devicebridge.training.adapter import apply_lora, find_targets
@@ -106,7 +106,7 @@ def _same_as_stock(bench: Bench, started: torch.nn.Module, patched: torch.nn.Mod
     found, stock, before = (
         _prediction(bench.family, bench.info, each) for each in (started, patched, _loaded(bench.info))
     )
-    assert _distance(found, stock) < 1e-5 and _distance(found, before) > 1e-3
+    assert distance(found, stock) < 1e-5 and distance(found, before) > 1e-3
 
 
 def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
@@ -119,7 +119,7 @@ def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
             each.copy_(each * (1 + 0.1 * noise) if "magnitude" in name or "dora" in name else 0.3 * noise)
     tensors = lora_file_tensors(SimpleNamespace(job=job, family=info.family), handle)  # type: ignore[arg-type]
     mapped = comfy.lora.load_lora(dict(tensors), comfy.lora.model_lora_keys_unet(stock, {}))
-    return _distance(_prediction(family, info, model), _prediction(family, info, _patched(info, stock, mapped)))
+    return distance(_prediction(family, info, model), _prediction(family, info, _patched(info, stock, mapped)))
 
 
 def _begins_as_the_stock_model(bench: Bench, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -170,10 +170,6 @@ def _prediction(family: Any, info: Any, model: torch.nn.Module) -> torch.Tensor:
     assert COND in given
     model.eval()
     return info.family.host.predict(model, latent, torch.tensor([0.5]), given, info.variant.training_guidance)
-
-
-def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
-    return float((one - two).norm() / two.norm())
 
 
 def _spellings(info: Any) -> dict[str, dict[str, torch.Tensor]]:

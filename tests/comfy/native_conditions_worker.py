@@ -13,7 +13,6 @@ import torch
 from comfy_extras import nodes_edit_model, nodes_flux, nodes_qwen, nodes_wan
 from comfy_extras.nodes_zimage import TextEncodeZImageOmni
 from devicebridge.config.data import DataConfig, FolderConfig
-from devicebridge.config.job import make_job
 from devicebridge.data.folders import scan_folders
 from devicebridge.encoding.comfy_data import read_conditioning, read_pairs, save_encoded
 from devicebridge.encoding.comfy_sources import ComfyConditions
@@ -30,7 +29,7 @@ from devicebridge.nodes.host.native.source import read_native
 from devicebridge.tests.clips import plain_frames, save_sequence
 from devicebridge.tests.comfy.cases import FOLDER, expect_refusal, long_case, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
-from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.tiny_checkpoints import native_job, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter
 from PIL import Image
 
@@ -236,14 +235,7 @@ def losses_of(name: str, info: Any, given: Mapping[str, tuple[dict[str, Any], Co
     """Of the first two steps of each of these jobs, and then of what is held out, else of what is trained."""
     found = []
     for kind, (sections, encoders) in given.items():
-        job = make_job(
-            {
-                **sections,
-                "model": {"path": str(info.path), "family": "comfyui", "dtype": "float32"},
-                "split": {"devices": ["cpu"]}, "lora": {"rank": 2}, "train": {"steps": 2, "seed": 3},
-                "output": {"folder": str(FOLDER / name / kind), "tensorboard": False},
-            }
-        )  # fmt: skip
+        job = native_job(info.path, FOLDER / name / kind, sections, steps=2)
         with native_training(), endless_memory(), ExitStack() as cleanup:
             plan = check_job(job, info=info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
@@ -306,14 +298,8 @@ def a_job_is_told_what_its_model_takes_and_that_it_draws_no_pictures() -> None:
     )  # fmt: skip
     for name, way, folder, more, words in asked:
         info = read_native(save_trained(name, FOLDER / "refused.safetensors"), "float32")
-        job = make_job(
-            {
-                "model": {"path": str(info.path), "family": "comfyui", "dtype": "float32"},
-                "split": {"devices": ["cpu"]}, "train": {"steps": 1}, "cache": sources, **more,
-                "data": {"resolutions": [40], "frames": [5], "folders": [folder], "condition": way},
-                "output": {"folder": str(FOLDER / "refused"), "tensorboard": False},
-            }
-        )  # fmt: skip
+        data = {"resolutions": [40], "frames": [5], "folders": [folder], "condition": way}
+        job = native_job(info.path, FOLDER / "refused", {"cache": sources, "data": data, **more}, steps=1)
         with native_training(), endless_memory():
             expect_refusal(lambda: check_job(job, info=info), *words)  # noqa: B023
 

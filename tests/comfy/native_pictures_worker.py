@@ -12,7 +12,6 @@ import comfy.sample
 import comfy.sd
 import node_helpers
 import torch
-from devicebridge.config.job import make_job
 from devicebridge.events import EventLog
 from devicebridge.jobs.encode_job import ComfyEncoders, cache_job
 from devicebridge.jobs.job import check_job, run_job
@@ -25,7 +24,7 @@ from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import cards_of
 from devicebridge.tests.comfy.stock_encoders import make_vae, make_video_vae
-from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.tiny_checkpoints import native_job, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from PIL import Image
 
@@ -101,19 +100,12 @@ class Bench:
     def job(self, name: str, sections: Mapping[str, Any]) -> Any:
         asked = {"prompts": list(PROMPTS), "every_steps": 0, "seed": SEED, **ASKED[self.name][4]}
         sections = {"samples": {**asked, "vae": str(self.path)}, **sections}
-        return make_job(
-            {
-                "lora": {"rank": 2, "alpha": 2.0, "dropout": 0.3},
-                "optimizer": {"learning_rate": 0.02},
-                "split": {"devices": ["cpu"]},
-                "cache": {"folder": str(self.folder / "cache"), "text_source": CLIP, "latent_source": VAE},
-                **sections,
-                "model": {"path": str(self.path), "family": "comfyui", "dtype": "float32"},
-                "data": {"resolutions": [self.side], "folders": [{"path": str(self.folder / "images")}]},
-                "train": {"steps": TRAIN_STEPS, "seed": 3, **sections.get("train", {})},
-                "output": {"folder": str(self.folder / name), "tensorboard": False, "lora_dtype": "float32"},
-            }
-        )
+        own = {
+            "lora": {"rank": 2, "alpha": 2.0, "dropout": 0.3}, "optimizer": {"learning_rate": 0.02},
+            "cache": {"folder": str(self.folder / "cache"), "text_source": CLIP, "latent_source": VAE},
+            "data": {"resolutions": [self.side], "folders": [{"path": str(self.folder / "images")}]},
+        }  # fmt: skip
+        return native_job(self.path, self.folder / name, {**own, **sections}, steps=TRAIN_STEPS)
 
     def run(self, name: str, sections: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """The result of a job; of each time when it drew latents and pixels of every prompt."""

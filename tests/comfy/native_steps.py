@@ -30,7 +30,7 @@ import torch
 from comfy.ldm.modules.attention import attention_pytorch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
-from devicebridge.config.job import JobConfig, make_job
+from devicebridge.config.job import JobConfig
 from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
@@ -48,7 +48,7 @@ from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.planning.cards import parse_cards
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.tests.comfy.diffusers_twins import Twin
-from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
+from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, native_job, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.training.batches import loss_weights
@@ -87,6 +87,10 @@ def prove(name: str, steps: Mapping[str, Callable[[Any], Figures]], bench: Any) 
     return found
 
 
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
 class Bench:
     """One tiny model, its data, and what steps have found of it so far. dtype: "float64" for what rounding hides in
     float32; jobs have no such type, so it is put into their plans."""
@@ -105,18 +109,8 @@ class Bench:
         self.encoded = save_encoded(pairs, CacheStore(folder / "cache"))
 
     def job(self, name: str, sections: Mapping[str, Any]) -> JobConfig:
-        return make_job(
-            {
-                "lora": {"rank": 2, "alpha": 2.0},
-                "optimizer": {"learning_rate": 0.01},
-                "split": {"devices": ["cpu"]},
-                **sections,
-                "model": {"path": str(self.path), "family": "comfyui", "dtype": "float32", **sections.get("model", {})},
-                "data": {"encoded": str(self.encoded)},
-                "train": {"steps": 5, "seed": 3, **sections.get("train", {})},
-                "output": {"folder": str(self.folder / name), "tensorboard": False, "lora_dtype": "float32"},
-            }
-        )
+        own = {"optimizer": {"learning_rate": 0.01}, "data": {"encoded": str(self.encoded)}}
+        return native_job(self.path, self.folder / name, {**own, **sections}, steps=5)
 
     @contextlib.contextmanager
     def ready(self, job: JobConfig) -> Iterator[JobConfig]:

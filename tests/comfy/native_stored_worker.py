@@ -77,31 +77,39 @@ FORMS = {
 }  # fmt: skip
 
 
-def _save_gguf(
-    path: Path, weights: Mapping[str, torch.Tensor], kinds: tuple[str, ...], lists: tuple[str, ...]
-) -> Tensors:
+def _save(path: Path, weights: Mapping[str, torch.Tensor], kinds: tuple[str, ...], lists: tuple[str, ...]) -> Tensors:
+    """As GGUF or by ComfyUI's own code, as the name says; and what every tensor means. lists: which alone ComfyUI's
+    formats are for."""
+    is_gguf = path.suffix == ".gguf"
     written: dict[str, Any] = {}
     meant: Tensors = {}
     number = 0
     for name, weight in weights.items():
         written[name] = meant[name] = weight.contiguous()
-        if weight.ndim != 2 or not name.endswith(".weight"):
+        if weight.ndim != 2 or not name.endswith(".weight") or not (is_gguf or name.startswith(lists)):
             continue
-        fitting = [kind for kind in kinds if kind == "plain" or weight.shape[1] % PACKINGS[kind].values == 0]
+        fitting = [each for each in kinds if each not in PACKINGS or weight.shape[1] % PACKINGS[each].values == 0]
         kind, number = fitting[number % len(fitting)] if fitting else "plain", number + 1
         if kind == "plain":
             written[name] = weight.bfloat16()
             meant[name] = written[name].float()
-            continue
-        data, shape = random_blocks(kind, tuple(weight.shape), number), tuple(weight.shape)
-        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape[0], -1)
-        plain = restore(values, None, None, kind, torch.float32)  # its bits: unit/checkpoints/test_gguf.py
-        factor = 2.0 ** round(float(torch.log2(weight.std() / plain.std())))  # exact in float16
-        data = _scaled(data, kind, factor)
-        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape[0], -1)
-        written[name], meant[name] = (kind, shape, data), restore(values, None, None, kind, torch.float32)
-    write_gguf(path, written)
+        elif is_gguf:
+            written[name], meant[name] = _packed(weight, kind, number)
+        else:
+            parts, meant[name] = _quantized(name, weight, kind)
+            written |= parts
+    write_gguf(path, written) if is_gguf else save_file(written, path)
     return meant
+
+
+def _packed(weight: torch.Tensor, kind: str, seed: int) -> tuple[Any, torch.Tensor]:
+    """Random blocks, about as large as the weight; and what they mean."""
+    data, shape = random_blocks(kind, tuple(weight.shape), seed), tuple(weight.shape)
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape[0], -1)
+    plain = restore(values, None, None, kind, torch.float32)  # its bits: unit/checkpoints/test_gguf.py
+    data = _scaled(data, kind, 2.0 ** round(float(torch.log2(weight.std() / plain.std()))))  # exact in float16
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape[0], -1)
+    return (kind, shape, data), restore(values, None, None, kind, torch.float32)
 
 
 def _scaled(data: bytes, kind: str, factor: float) -> bytes:
@@ -113,34 +121,13 @@ def _scaled(data: bytes, kind: str, factor: float) -> bytes:
     return blocks.numpy().tobytes()
 
 
-def _save_comfys(
-    path: Path, weights: Mapping[str, torch.Tensor], kinds: tuple[str, ...], lists: tuple[str, ...]
-) -> Tensors:
-    """By ComfyUI's own code, and what its own code takes every tensor for."""
-    written: Tensors = {}
-    meant: Tensors = {}
-    number = 0
-    for name, weight in weights.items():
-        written[name] = meant[name] = weight.contiguous()
-        if weight.ndim != 2 or not name.endswith(".weight") or not name.startswith(lists):
-            continue
-        kind, number = kinds[number % len(kinds)], number + 1
-        if kind == "plain":
-            written[name] = weight.bfloat16()
-            meant[name] = written[name].float()
-            continue
-        layout, form, arguments, more = FORMATS[kind]
-        values, params = comfy.quant_ops.get_layout_class(layout).quantize(weight, **arguments)
-        note = {"format": form, **({"convrot": True} if "convrot" in arguments else {}), **more}
-        layer = name.removesuffix(".weight")
-        written |= {
-            name: values,
-            f"{layer}.weight_scale": params.scale.contiguous(),
-            f"{layer}.comfy_quant": torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8),
-        }
-        meant[name] = comfy.quant_ops.get_layout_class(layout).dequantize(values, params).float().contiguous()
-    save_file(written, path)
-    return meant
+def _quantized(name: str, weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
+    layout, form, arguments, more = FORMATS[kind]
+    values, params = comfy.quant_ops.get_layout_class(layout).quantize(weight, **arguments)
+    note = {"format": form, **({"convrot": True} if "convrot" in arguments else {}), **more}
+    layer, said = name.removesuffix(".weight"), torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+    parts = {name: values, f"{layer}.weight_scale": params.scale.contiguous(), f"{layer}.comfy_quant": said}
+    return parts, comfy.quant_ops.get_layout_class(layout).dequantize(values, params).float().contiguous()
 
 
 class StoredBench(Bench):
@@ -151,8 +138,7 @@ class StoredBench(Bench):
         family, is_gguf = TRAINED[form.model], name.startswith("GGUF")
         folder.mkdir(parents=True)
         file = folder / ("base.gguf" if is_gguf else "base.safetensors")
-        save = _save_gguf if is_gguf else _save_comfys
-        meant = save(file, family.as_published(make_weights(family)), form.kinds, family.block_lists)
+        meant = _save(file, family.as_published(make_weights(family)), form.kinds, family.block_lists)
         save_file(meant, folder / "plain.safetensors")
         self.is_gguf = is_gguf
         super().__init__(form.model, folder / "stored", file)

@@ -18,7 +18,7 @@ import comfy.sd
 import folder_paths
 import torch
 from devicebridge.cli.native import encoded
-from devicebridge.config.job import JobConfig, make_job
+from devicebridge.config.job import JobConfig
 from devicebridge.encoding.store import CacheStore
 from devicebridge.nodes.captions import CacheCaptionsAndLatents
 from devicebridge.nodes.host.native import files
@@ -32,9 +32,9 @@ from devicebridge.tests.clips import save_image
 from devicebridge.tests.comfy import native_steps
 from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
 from devicebridge.tests.comfy.native_forwards import endless_memory
-from devicebridge.tests.comfy.native_steps import CARDS, difference, put_lora, slopes_of, without_lora
+from devicebridge.tests.comfy.native_steps import CARDS, difference, distance, put_lora, slopes_of, without_lora
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
-from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, save_checkpoint, small_sizes
+from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, native_job, save_checkpoint, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, made_of
 from devicebridge.tests.comfy_host import allow_folders
 from devicebridge.training.loop import Trainer
@@ -82,24 +82,15 @@ class Bench(native_steps.Bench):
         return made
 
     def job(self, name: str, sections: Mapping[str, Any]) -> JobConfig:
-        merged = {
-            "lora": _LORA, "split": {"devices": ["cpu"]},
-            "output": {"folder": str(self.folder / name), "tensorboard": False, "lora_dtype": "float32"}, **sections,
-            "model": {"path": str(self.path), "family": "comfyui", "dtype": "float32", **sections.get("model", {})},
-            "data": {
-                "resolutions": [64], "folders": [{"path": str(self.folder / "images")}], **sections.get("data", {}),
-            },
-            "cache": {
-                "folder": str(self.folder / "cache"),
-                "stock_clip": [str(self.clip_file)],
-                "stock_clip_type": "stable_diffusion",
-                "stock_vae": str(self.clip_file),
-                "caption_weights": True,  # as core's nodes read them
-                **sections.get("cache", {}),
-            },
-            "train": {"steps": 4, "seed": 3, **sections.get("train", {})},
+        data = {"resolutions": [64], "folders": [{"path": str(self.folder / "images")}], **sections.get("data", {})}
+        cache = {
+            "folder": str(self.folder / "cache"), "stock_clip": [str(self.clip_file)],
+            "stock_clip_type": "stable_diffusion", "stock_vae": str(self.clip_file),
+            "caption_weights": True,  # as core's nodes read them
+            **sections.get("cache", {}),
         }  # fmt: skip
-        return make_job(merged)
+        own = {"lora": _LORA, **sections, "data": data, "cache": cache}
+        return native_job(self.path, self.folder / name, own, steps=4)
 
     @contextlib.contextmanager
     def ready(self, job: JobConfig) -> Iterator[JobConfig]:
@@ -200,9 +191,9 @@ def stock_loader(bench: Bench) -> None:
     with bench.trainer("after", {**_PLAIN, "lora": _LORA}) as trainer, torch.no_grad():
         _put_file(trainer, lora)
         ours, made, prediction = _said(bench, trainer)
-    assert _distance(before[0][0], ours["cond"]) > 1e-2 and _distance(said[0][0], ours["cond"]) <= 1e-4
+    assert distance(before[0][0], ours["cond"]) > 1e-2 and distance(said[0][0], ours["cond"]) <= 1e-4
     picture = native_steps.said_by_sampling(patched, made, said, bench.family.latent)
-    assert _distance(picture.view(prediction.shape), prediction) <= 1e-4
+    assert distance(picture.view(prediction.shape), prediction) <= 1e-4
 
 
 def started(bench: Bench) -> None:
@@ -220,7 +211,7 @@ def started(bench: Bench) -> None:
         with bench.trainer(f"from {spelling}", sections, is_drawn=False) as trainer, torch.no_grad():
             states, made, prediction = _said(bench, trainer)
         picture = native_steps.said_by_sampling(patched, made, said, bench.family.latent).view(prediction.shape)
-        assert max(_distance(said[0][0], states["cond"]), _distance(picture, prediction)) <= 1e-4, spelling
+        assert max(distance(said[0][0], states["cond"]), distance(picture, prediction)) <= 1e-4, spelling
     first = next(name for name in lora if name.startswith("lora_te"))
     deeper = {name.replace("layers_0_", "layers_31_"): each for name, each in lora.items()}
     save_file(deeper, deep := bench.folder / "deeper.safetensors")
@@ -298,10 +289,6 @@ def _run(node: Any, *given: Any, **settings: Any) -> tuple[Any, ...]:
     defaults = {each.id: each.default for each in inputs if getattr(each, "default", None) is not None}
     names = [each.id for each in inputs[: len(given)]]
     return tuple(node.execute(**{**defaults, **dict(zip(names, given, strict=True)), **settings}).args)
-
-
-def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def _said(bench: Bench, trainer: Trainer) -> tuple[Mapping[str, torch.Tensor], Any, torch.Tensor]:

@@ -17,6 +17,7 @@ from unittest import mock
 import comfy.model_detection
 import comfy.supported_models
 import torch
+from devicebridge.config.job import JobConfig, make_job
 from safetensors.torch import save_file
 
 # fmt: off
@@ -340,3 +341,14 @@ def lora_weights(name: str, seed: int, rank: int = 2) -> dict[str, torch.Tensor]
             lora[f"{base}.lora_A.weight"] = 0.3 * torch.randn(rank, tensor.shape[1], generator=generator)
             lora[f"{base}.lora_B.weight"] = 0.3 * torch.randn(tensor.shape[0], rank, generator=generator)
     return lora
+
+
+def native_job(path: Path, output: Path, sections: Mapping[str, Any], *, steps: int) -> JobConfig:
+    """A training of one of ComfyUI's own models on the CPU. sections: values of "model", "train" and "output" are added
+    to those here; others replace a section."""
+    own = {
+        "model": {"path": str(path), "family": "comfyui", "dtype": "float32"}, "train": {"steps": steps, "seed": 3},
+        "output": {"folder": str(output), "tensorboard": False, "lora_dtype": "float32"},
+    }  # fmt: skip
+    merged = {name: {**section, **sections.get(name, {})} for name, section in own.items()}
+    return make_job({"lora": {"rank": 2, "alpha": 2.0}, "split": {"devices": ["cpu"]}, **sections, **merged})

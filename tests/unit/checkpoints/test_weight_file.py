@@ -11,7 +11,7 @@ import torch
 from devicebridge.checkpoints import weight_file
 from devicebridge.checkpoints.header import TORCH_TYPES, FileHeader, TensorRecord, read_file_header
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights, read_records, read_rows
-from devicebridge.tests.weight_files import write_raw
+from devicebridge.tests.weight_files import are_equal, write_raw
 from safetensors.torch import save_file
 
 MMAP = mmap.mmap
@@ -23,23 +23,14 @@ def _tensors() -> dict[str, torch.Tensor]:
     return found | {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same = a.dtype is b.dtype and a.shape == b.shape
-    return same and torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
-
-
 def test_every_type_comes_back_bit_for_bit_and_in_memory_of_its_own(tmp_path: Path) -> None:
     expected, file = _tensors(), tmp_path / "x.safetensors"
     save_file(expected, file, metadata={"a": "b"})
     with open_weights(file) as reader:
-        assert sorted(reader.header.tensors) == sorted(expected)
-        assert all(_equal(reader.get_tensor(name), tensor) for name, tensor in expected.items())
+        assert are_equal({name: reader.get_tensor(name) for name in reader.header.tensors}, expected)
     found = load_tensors(file)
     file.write_bytes(b"\xff" * file.stat().st_size)
-    assert found.keys() == expected.keys()
-    assert all(_equal(tensor, expected[name]) for name, tensor in found.items())
+    assert are_equal(found, expected)
 
 
 def test_pieces_are_read_one_after_the_other(tmp_path: Path) -> None:
@@ -48,9 +39,9 @@ def test_pieces_are_read_one_after_the_other(tmp_path: Path) -> None:
     record = TensorRecord(file, "w", (5, 2), "F32", pieces=((7, 9), (0, 1), (3, 5)))
     wanted = whole[[7, 8, 0, 3, 4]]
     ((_, found),) = read_records({"mine": record})
-    assert _equal(found, wanted)
+    assert torch.equal(found, wanted)
     with open_weights(file) as reader:
-        assert _equal(read_rows(reader, record, 1, 4), wanted[1:4])
+        assert torch.equal(read_rows(reader, record, 1, 4), wanted[1:4])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a file has holes only where its program asks for them")
@@ -83,9 +74,8 @@ def test_a_file_is_read_where_no_memory_can_be_promised_for_it(tmp_path: Path, m
     monkeypatch.setattr(weight_file.mmap, "mmap", refuse)
     with open_weights(tmp_path / "x.safetensors") as reader:
         found = reader.all_tensors()
-    assert len(refused) == 1 and found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert _equal(tensor, expected[name]), name
+    assert len(refused) == 1 and are_equal(found, expected)
+    for tensor in found.values():
         tensor.zero_()
 
 

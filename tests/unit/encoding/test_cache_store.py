@@ -10,6 +10,7 @@ from devicebridge.checkpoints import weight_file
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.store import CacheStore
 from devicebridge.system import files
+from devicebridge.tests.weight_files import are_equal
 from safetensors.torch import load_file, save_file
 
 KEY = "ab" * 32
@@ -24,28 +25,22 @@ def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
-    )
-
-
 def test_an_entry_comes_back_bitwise(tmp_path):
     store = CacheStore(tmp_path)
     assert KEY not in store and store.get(KEY) is None
     store.put(KEY, _tensors())
-    assert KEY in store and _same(store.get(KEY), _tensors())
+    assert KEY in store and are_equal(store.get(KEY), _tensors())
     assert store.path(KEY) == tmp_path / "ab" / f"{KEY}.safetensors"
-    assert _same(CacheStore(tmp_path).get(KEY), load_file(store.path(KEY)))  # an ordinary safetensors file
+    assert are_equal(CacheStore(tmp_path).get(KEY), load_file(store.path(KEY)))  # an ordinary safetensors file
     found = store.get(KEY)
     store.path(KEY).write_bytes(b"")
-    assert _same(found, _tensors())
+    assert are_equal(found, _tensors())
 
 
 def test_a_slice_of_a_batch_and_a_transposed_tensor_are_stored_by_value(tmp_path):
     store, batch = CacheStore(tmp_path), torch.arange(24.0).reshape(2, 3, 4)
     store.put(KEY, {"row": batch[1], "turned": batch[0].T})
-    assert _same(store.get(KEY), {"row": batch[1].clone(), "turned": batch[0].T.contiguous()})
+    assert are_equal(store.get(KEY), {"row": batch[1].clone(), "turned": batch[0].T.contiguous()})
 
 
 def test_no_flipped_bit_passes(tmp_path):
@@ -64,7 +59,7 @@ def test_entries_from_before_their_key_was_in_them_are_read(tmp_path):
     store = CacheStore(tmp_path)
     old = store_module._checksum(_tensors())
     files.write_atomically(store.path(KEY), files.tensors_as_bytes(_tensors(), {"checksum": old}))
-    assert _same(store.get(KEY), _tensors())
+    assert are_equal(store.get(KEY), _tensors())
 
 
 def test_bytes_after_the_end_foreign_files_and_changed_names_are_misses(tmp_path):
@@ -99,7 +94,7 @@ def test_writers_of_one_key_do_not_disturb_each_other_or_readers(tmp_path):
     def read():
         for _ in range(60):
             found = store.get(KEY)
-            if found is None or not _same(found, _tensors()):
+            if found is None or not are_equal(found, _tensors()):
                 broken.append(found)
 
     with ThreadPoolExecutor(5) as threads:
@@ -118,7 +113,7 @@ def test_a_failed_write_leaves_the_old_entry_and_no_temporary_file(tmp_path, mon
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="No space left"):
         store.put(KEY, _tensors(seed=1))
-    assert _same(store.get(KEY), _tensors())
+    assert are_equal(store.get(KEY), _tensors())
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
 

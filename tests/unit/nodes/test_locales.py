@@ -1,14 +1,13 @@
 """What the nodes and the page say in other languages: all of it, and nothing that is gone."""
 
-import importlib
 import json
 import os
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from devicebridge.tests import comfy_stub
 
 ROOT = Path(__file__).resolve().parents[3]
 LANGUAGES = sorted(folder.name for folder in (ROOT / "locales").iterdir())
@@ -16,9 +15,8 @@ _PLACE = re.compile(r"\bt\(\s*'((?:[^'\\]|\\.)*)'")  # of a text in the page's s
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    comfy_stub.install(monkeypatch, tmp_path)
-    return [node.define_schema() for node in importlib.import_module("devicebridge.nodes").NODES]
+def nodes(nodes: ModuleType) -> list[Any]:
+    return [node.define_schema() for node in nodes.NODES]
 
 
 def _read(language: str, name: str) -> dict[str, Any]:

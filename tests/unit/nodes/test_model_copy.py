@@ -6,13 +6,11 @@ import functools
 import importlib
 import threading
 import types
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from devicebridge.tests import comfy_stub
 from torch import nn
 
 
@@ -47,8 +45,7 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def model_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    comfy_stub.install(monkeypatch, tmp_path)
+def model_copy(host: Any) -> ModuleType:
     return importlib.import_module("devicebridge.nodes.host.split.model_copy")
 
 

@@ -13,15 +13,13 @@ import torch
 from devicebridge.jobs.checked_job import ReadJob
 from devicebridge.sampling.draw import ScheduledSteps
 from devicebridge.system.stopping import Stopped
-from devicebridge.tests import comfy_stub
 
 STEPS, SHIFT = 5, 3.0
 
 
 @pytest.fixture
-def drawing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def drawing(host: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """With the levels of diffusers' scheduler in the place of ComfyUI's."""
-    comfy_stub.install(monkeypatch, tmp_path)
     levels = torch.cat([ScheduledSteps(STEPS, SHIFT).levels, torch.zeros(1)])
     samplers: Any = ModuleType("comfy.samplers")
     samplers.calculate_sigmas = lambda sampling, scheduler, steps: levels

@@ -212,17 +212,12 @@ def _quantized(nodes: ModuleType, model: Any, quantize: str, **settings: Any) ->
     return nodes.Quantize.execute(model=model, quantize=quantize, **settings).args
 
 
-def test_the_schemes_released_first_mean_the_same(nodes: ModuleType, model: Any) -> None:
-    """A workflow saved then names model and quantize, and nothing else."""
-    for scheme in ("fp8", "none"):
-        found, _ = _quantized(nodes, model, scheme)
-        assert found == dataclasses.replace(model, model=dataclasses.replace(model.model, quantize=scheme))
-
-
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute", "int8-compute", "none"])
 def test_the_report_is_shown_and_handed_on(nodes, host, model, scheme):
+    """Of a workflow as it was first released, which names model and quantize, and nothing else."""
     with torch.inference_mode():  # as the host runs every node
         found, report = _quantized(nodes, model, scheme)
+    assert found == dataclasses.replace(model, model=dataclasses.replace(model.model, quantize=scheme))
     assert report == preview_model(found.model, model.split.devices)
     (text,) = host.texts
     assert text.startswith(f"{report}\nWarning: ") and scheme in report and "a size of its own" in text

@@ -20,11 +20,10 @@ _log = logging.getLogger("devicebridge.jobs.checks")
 
 
 @pytest.fixture
-def nodes(host: comfy_stub.FakeHost) -> ModuleType:
-    package = importlib.import_module("devicebridge.nodes")
-    for node in package.NODES:  # as ComfyUI does when it loads the pack
+def nodes(nodes: ModuleType) -> ModuleType:
+    for node in nodes.NODES:  # as ComfyUI does when it loads the pack
         node.define_schema()
-    return package
+    return nodes
 
 
 def test_no_key_of_a_job_file_is_left_in_a_nodes_message(nodes: ModuleType) -> None:

@@ -17,6 +17,7 @@ from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import load_tensors
 from devicebridge.config.job import JobConfig, job_keys, job_to_dict, load_job, make_job
 from devicebridge.tests.unit.config.test_ranges import MINIMAL
+from devicebridge.tests.weight_files import are_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -44,12 +45,6 @@ def tensors(draw: Any, finite: bool = False) -> dict[str, torch.Tensor]:
         values = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 9))))
         found[name] = values.to(torch.float32 if finite else draw(DTYPES))
     return found
-
-
-def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
-    )
 
 
 @st.composite
@@ -116,7 +111,7 @@ def test_any_header_that_is_read_is_read_alike_by_the_library(header: dict[str, 
         except ValueError as error:
             assert "x.safetensors" in str(error)
         else:
-            assert _same(found, load(data))
+            assert are_equal(found, load(data))
 
 
 @stable
@@ -125,7 +120,7 @@ def test_any_damage_to_weights_is_refused_with_the_file_or_leaves_a_sound_file(f
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "x.safetensors"
         file.write_bytes(save(found))
-        assert _same(load_tensors(file), found) and read_header(file).tensors.keys() == found.keys()
+        assert are_equal(load_tensors(file), found) and read_header(file).tensors.keys() == found.keys()
         data = damage(file.read_bytes())
         file.write_bytes(data)
         try:
@@ -133,4 +128,4 @@ def test_any_damage_to_weights_is_refused_with_the_file_or_leaves_a_sound_file(f
         except ValueError as error:
             assert "x.safetensors" in str(error)
         else:
-            assert _same(read, load(data)), SafetensorError
+            assert are_equal(read, load(data)), SafetensorError
