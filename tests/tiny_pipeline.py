@@ -170,6 +170,14 @@ def plain_losses(job: JobConfig, checkpoint: Path | None = None, position: tuple
     return losses
 
 
+def assert_same_run(found: TrainingResult, expected: TrainingResult) -> None:
+    """In losses, also of held-out samples, and in the LoRA's file byte for byte."""
+    assert found.losses == expected.losses
+    assert (found.eval_before, found.eval_after) == (expected.eval_before, expected.eval_after)
+    assert found.lora_path is not None and expected.lora_path is not None
+    assert found.lora_path.read_bytes() == expected.lora_path.read_bytes()
+
+
 def run_on_cards(job: JobConfig, cards: int = 3, **arguments: Any) -> TrainingResult:
     """run_job over so many emulated cards."""
     from devicebridge.jobs.job import run_job

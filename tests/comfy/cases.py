@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 FOLDER = Path(*sys.argv[2:3])  # of a script of cases
 IS_LONG = bool(os.environ.get("LONG_TESTS"))
 Run = Callable[[], object]
-_CASES: dict[str, Run] = {}
+_NAMES, _CASES = sys.argv[3:], dict[str, Run]()
 
 
 def case(run: Run) -> Run:
@@ -52,9 +52,10 @@ def expect_refusal(act: Callable[[], Any], *words: str) -> None:
     assert said and not [word for word in words if word not in said], f"{said!r} says not {words}"
 
 
-def run_cases(names: Iterable[str] = sys.argv[3:]) -> None:
+def run_cases() -> None:
+    """Once; what a script does not run itself fork_host.py runs behind it."""
     torch.set_printoptions(threshold=0, edgeitems=1)
-    for name in names:
+    for name in [name for name in _NAMES if name in _CASES]:
         fault = ""
         try:
             _CASES[name]()
@@ -62,3 +63,4 @@ def run_cases(names: Iterable[str] = sys.argv[3:]) -> None:
             found = traceback.TracebackException.from_exception(error, capture_locals=True)
             fault = "".join(line[:500] for line in "".join(found.format()).splitlines(keepends=True))
         print(json.dumps({"name": name, "fault": fault}), flush=True)
+    _NAMES.clear()

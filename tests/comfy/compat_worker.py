@@ -163,7 +163,7 @@ def where_a_function_is_gone_its_nodes_refuse_and_look_as_before() -> None:
 
 
 if __name__ == "__main__":
-    names, sys.argv = sys.argv[3:], ["main.py", "--cpu"]
+    sys.argv = ["main.py", "--cpu"]
     _start_comfyui()
     PACK = runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
-    run_cases(names)
+    run_cases()

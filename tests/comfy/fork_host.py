@@ -81,6 +81,8 @@ def _fork(request: dict[str, Any], streams: list[int], requests: socket.socket) 
         script = str(HERE / request["script"])
         sys.argv = [script, *request["arguments"]]
         runpy.run_path(script, run_name="__main__")
+        if cases := sys.modules.get("devicebridge.tests.comfy.cases"):
+            cases.run_cases()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

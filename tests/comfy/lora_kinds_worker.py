@@ -16,7 +16,7 @@ from devicebridge.encoding.comfy_data import read_pairs
 from devicebridge.families.comfy.inputs import COND, read_latents, streams_of
 from devicebridge.jobs.lora_output import lora_file_tensors
 from devicebridge.nodes.host.native.model import native_training
-from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal
 from devicebridge.tests.comfy.native_steps import CARDS, TWO, Bench, _sample, distance
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED
@@ -103,9 +103,7 @@ def _is_trained_and_read(bench: Bench, kind: str) -> None:
 
 
 def _same_as_stock(bench: Bench, started: torch.nn.Module, patched: torch.nn.Module) -> None:
-    found, stock, before = (
-        _prediction(bench.family, bench.info, each) for each in (started, patched, _loaded(bench.info))
-    )
+    found, stock, before = (_prediction(bench.family, bench.info, m) for m in (started, patched, _loaded(bench.info)))
     assert distance(found, stock) < 1e-5 and distance(found, before) > 1e-3
 
 
@@ -225,7 +223,3 @@ def _diffusers_flux(found: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> d
         tensors[f"{module}.lora_A.weight"] = (down * (1 + index)).contiguous()
         tensors[f"{module}.lora_B.weight"] = up[index * width : (index + 1) * width].contiguous()
     return tensors
-
-
-if __name__ == "__main__":
-    run_cases()

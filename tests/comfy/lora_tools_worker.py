@@ -17,7 +17,7 @@ import torch
 from devicebridge.checkpoints.lora_convert import describe_loaders, find_models
 from devicebridge.checkpoints.lora_tools import open_lora
 from devicebridge.cli.main import main
-from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case_of
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -179,9 +179,7 @@ def _says_how_many_layers_are_found(name: str, stock: Any, folder: Path) -> None
     assert main(["lora", "convert", *map(str, arguments)]) == 0
     plain = files["transformer."] = load_file(folder / "names.safetensors")
     for prefix in ("", "diffusion_model.", "base_model.model.", "unet."):
-        files[f"{prefix}<diffusers>"] = {
-            f"{prefix}{key.removeprefix('transformer.')}": each for key, each in plain.items()
-        }
+        files[f"{prefix}<diffusers>"] = {f"{prefix}{n.removeprefix('transformer.')}": each for n, each in plain.items()}
     for prefix in ("lycoris_", "lora_transformer_"):
         spelled = {}
         for key, each in plain.items():
@@ -198,7 +196,3 @@ def _says_how_many_layers_are_found(name: str, stock: Any, folder: Path) -> None
         assert said[0].split(", not")[0] == counted, spelling
         counts.add(counted)
     assert len(counts) > 1
-
-
-if __name__ == "__main__":
-    run_cases()

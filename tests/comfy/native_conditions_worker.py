@@ -105,9 +105,7 @@ class Vision:
 
     def encode_image(self, image: torch.Tensor, crop: bool = True) -> Any:
         states = image.mean(dim=(1, 2)).view(1, 1, 3) + float(crop)
-        return SimpleNamespace(
-            penultimate_hidden_states=states, last_hidden_state=states + 1, image_sizes=[(3, 16, 16)]
-        )
+        return SimpleNamespace(penultimate_hidden_states=states, last_hidden_state=states + 1, image_sizes=[(3, 9, 16)])
 
 
 def loaded(path: str) -> torch.Tensor:

@@ -25,7 +25,7 @@ from devicebridge.planning.dry_run import Kernels, SampleText, Work
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
 from devicebridge.quantization.kernel_choice import device_kernels
 from devicebridge.quantization.quantize import QuantizeSettings
-from devicebridge.tests.comfy.cases import FOLDER, case_of, long_case, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case_of, long_case
 from devicebridge.tests.comfy.native_steps import no_autocast_on_cards
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter
@@ -227,7 +227,3 @@ def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict
         forecaster = Forecaster(cost, Optimizer(state=8 * has_state, step=0), backend=backend)
         found[str(card)] = forecaster.device(str(card), plan).allocated
     return found
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -67,9 +67,7 @@ class _Split:
             model.get_submodule(name).to(device)
         order = execution_order(model, row)
         self.last = order[-1]
-        hooked = {
-            module: self.device[name] for name in order for module in hooked_modules(model.get_submodule(name), row)
-        }
+        hooked = {m: self.device[name] for name in order for m in hooked_modules(model.get_submodule(name), row)}
         self.bridge = Bridge(
             hooked, self.main_device, tail=tail_modules(model, row), transport=transport, passed_by=PASSED_BY,
             per_device=row.per_device,
@@ -196,9 +194,7 @@ class _Observed:
         self.between: set[str] = set()
         self.later: set[str] = set()
         self._inside = 0
-        self._expected = [
-            m for name in execution_order(model, row) for m in hooked_modules(model.get_submodule(name), row)
-        ]
+        self._expected = [m for n in execution_order(model, row) for m in hooked_modules(model.get_submodule(n), row)]
         self._handles: list[Any] = []
         for module in self._expected:
             self._handles.append(module.register_forward_pre_hook(self._enter))
@@ -308,9 +304,7 @@ class _Runs:
 
     def whole(self, *, patched: bool = False) -> list[torch.Tensor]:
         if patched not in self._expected:
-            self._expected[patched] = (
-                self._whole_on_cpu(patched) if self.case.is_exact else self._whole_on_card(patched)
-            )
+            self._expected[patched] = (self._whole_on_cpu if self.case.is_exact else self._whole_on_card)(patched)
         return self._expected[patched]
 
     def _whole_on_cpu(self, patched: bool) -> list[torch.Tensor]:
@@ -432,12 +426,10 @@ class _Runs:
         runs, without_tail = _Runs(self.case, self.row, model), dataclasses.replace(self.row, tail=())
         assert runs.split("stream", 2) and _mixes_devices(lambda: runs.split("stream", 2, row=without_tail))
 
-    def split(
-        self, transport: Transport, num_cards: int, *, row: NativeModel | None = None, patched: bool = False
-    ) -> bool:
+    def split(self, transport: Transport, cards: int, *, row: NativeModel | None = None, patched: bool = False) -> bool:
         expected = self.whole(patched=patched)
-        with emulated_cards(num_cards), factories_on_cards():
-            split = _Split(copy.deepcopy(self.model), row or self.row, num_cards, transport)
+        with emulated_cards(cards), factories_on_cards():
+            split = _Split(copy.deepcopy(self.model), row or self.row, cards, transport)
             split.bridge.attach()
 
             def forward(inputs: dict[str, Any]) -> Any:

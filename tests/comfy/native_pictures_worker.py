@@ -20,7 +20,7 @@ from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.sampling.draw import Decoder
 from devicebridge.system.stopping import never
-from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case_of
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import cards_of
 from devicebridge.tests.comfy.stock_encoders import make_vae, make_video_vae
@@ -172,7 +172,3 @@ def pictures(name: str) -> None:
                 shown, own = _shown(bench.vae(), theirs), pixels[index]
                 assert own.shape == shown.shape and int((own.int() - shown.int()).abs().max()) <= 1
                 assert int(shown.max()) - int(shown.min()) > 20
-
-
-if __name__ == "__main__":
-    run_cases()

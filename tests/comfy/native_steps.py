@@ -635,9 +635,7 @@ def _shared_among(bench: Bench, count: int, alone: tuple[float, Grads], sections
     wide = bench.in_float64
     wide_loss, exact = wide.first_step("on 1", {**_one_card(), **sections})
     rounding = _apart(alone[1], exact)
-    assert 2 * rounding > _ROUNDED, (
-        f"the difference of the gradients is {apart:.2g}, but one card rounds by {rounding:.2g}"
-    )
+    assert 2 * rounding > _ROUNDED, f"gradients differ by {apart:.2g}, but one card rounds by {rounding:.2g}"
     loss, wide_found = wide.first_step(name, asked, lambda trainer: _refuse_other(trainer, asked))
     expect(abs(loss / wide_loss - 1), 1e-12, "the difference of the loss in float64")
     return {

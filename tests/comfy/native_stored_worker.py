@@ -20,7 +20,7 @@ from devicebridge.planning.dry_run import Kernels, Work
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.quantization.stored import PACKINGS, restore
-from devicebridge.tests.comfy.cases import FOLDER, case_of, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case_of
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import (
     STEPS,
@@ -281,7 +281,3 @@ def a_base_trains_as_its_file_has_it(name: str) -> None:
     assert steps["counted"]["bytes"] < steps["counted"]["plain"]
     started = [layout for layout, error in steps["starts"].items() if isinstance(error, float)]
     assert len(started) >= (2 if "Z-Image" in name else 4)
-
-
-if __name__ == "__main__":
-    run_cases()

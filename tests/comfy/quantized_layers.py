@@ -9,7 +9,7 @@ import torch
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_scales
 from devicebridge.checkpoints.weight_file import read_records
-from devicebridge.tests.comfy.cases import FOLDER, case, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case
 from safetensors.torch import save_file
 
 # name: layout, format, arguments of quantize, what the note says beyond the format
@@ -61,7 +61,3 @@ def _is_read_alike(name: str, written: dict[str, torch.Tensor], loaded: dict[str
     # Rotating back sums 16 or 256 float32 products in an order of its own; nothing else differs.
     assert expected.std() > 0.9
     assert torch.allclose(found, expected, rtol=0, atol=1e-5 if "convrot" in name else 0), name
-
-
-if __name__ == "__main__":
-    run_cases()

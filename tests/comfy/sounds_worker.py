@@ -27,7 +27,7 @@ from devicebridge.jobs.encode_job import ComfyEncoders
 from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
 from devicebridge.nodes.host.native.files import load_vae
 from devicebridge.nodes.host.native.source import read_native
-from devicebridge.tests.comfy.cases import FOLDER, case, expect_refusal, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case, expect_refusal
 from devicebridge.tests.comfy.native_conditions_worker import Latents, States, losses_of
 from devicebridge.tests.comfy.stock_encoders import _randomise, make_vae
 from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
@@ -170,9 +170,8 @@ def _clip(
     texts = SimpleNamespace(fingerprint=States.fingerprint, encode=lambda text: states, release=int)
     video = read_frames(ImageRequest(str(folder / "a.mkv"), (64, 64), (0, 0, 64, 64), tuple(range(frames))))
     stream = pictures.encode((((video + 1) * 127.5).round() / 255).permute(1, 2, 3, 0))
-    encoded = save_encoded(
-        read_pairs([{"samples": NestedTensor((stream, sound))}], [states]), CacheStore(FOLDER / "graph")
-    )
+    pairs = read_pairs([{"samples": NestedTensor((stream, sound))}], [states])
+    encoded = save_encoded(pairs, CacheStore(FOLDER / "graph"))
     cache = {
         "folder": str(FOLDER / f"cache of {name}"),
         "text_source": texts.fingerprint,
@@ -216,7 +215,3 @@ def a_song_without_caption_is_what_workflows_sample_against() -> None:
 def a_vae_of_pictures_is_refused_for_sound() -> None:
     vae, sound = HostVae(make_vae("flux1")), torch.zeros(2, 4000)
     expect_refusal(lambda: vae.encode_sound(sound, 8000), "3 channels")
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ class Case:
             self.check(claim, False, "nothing was raised")
 
 
-Run = Callable[[Case], None]
+Run = Callable[..., None]  # is given a Case, and its host where it has a parameter for that
 CASES: dict[str, Run] = {}
 
 
@@ -82,7 +83,7 @@ def run_case(run: Run, host: Host) -> list[list[Any]]:
     case = Case(host)
     try:
         with case.logged("", logging.INFO) as messages, torch.inference_mode():
-            run(case)
+            run(case, host) if "host" in inspect.signature(run).parameters else run(case)
             host.unload_all()
     finally:
         gc.collect()

@@ -31,7 +31,7 @@ from devicebridge.tests.comfy.native_cases import PATCHES_BETWEEN
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_forward import Change, _changed, _noise, compare
 from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity, scaled
-from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
+from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
 
 _KINDS = comfy.patcher_extension.WrappersMP
@@ -116,9 +116,8 @@ def what_keeps_state_turns_overlap_off(case: Case) -> None:
 
 
 @case
-def what_keeps_no_state_leaves_overlap_on(case: Case) -> None:
+def what_keeps_no_state_leaves_overlap_on(case: Case, host: Host) -> None:
     """ComfyUI's own choice of an attention, its sampling nodes and its bypass LoRA."""
-    host = case.host
 
     changes: dict[str, Callable[[Any], None]] = {
         "attention": lambda model: model.set_model_optimized_attention(attention_basic),
@@ -284,9 +283,8 @@ def a_block_list_exchanged_by_a_wrapper(case: Case) -> None:
 
 
 @case
-def a_layer_with_weights_of_its_own(case: Case) -> None:
+def a_layer_with_weights_of_its_own(case: Case, host: Host) -> None:
     """It is loaded to the card of its block, with a LoRA on it, whether the model was loaded before or not."""
-    host = case.host
 
     def change(operations: Any, model: Any, device: torch.device) -> None:
         for key in ("diffusion_model.double_blocks.0.img_mlp.0", "diffusion_model.single_blocks.3.linear2"):
@@ -316,9 +314,8 @@ def a_layer_with_weights_of_its_own(case: Case) -> None:
 
 
 @case
-def an_injection_over_an_object_patch(case: Case) -> None:
+def an_injection_over_an_object_patch(case: Case, host: Host) -> None:
     """The patched layer of the other card is cleared and loaded again under it; without both nothing is left."""
-    host = case.host
     key = "diffusion_model.single_blocks.3.linear1"
 
     def change(model: Any, device: torch.device) -> None:
@@ -340,9 +337,8 @@ def an_injection_over_an_object_patch(case: Case) -> None:
 
 
 @case
-def attention_that_brings_tensors(case: Case) -> None:
+def attention_that_brings_tensors(case: Case, host: Host) -> None:
     """An override runs where its tensors are; a patched layer that brings some is refused by name."""
-    host = case.host
 
     def override(model: Any, device: torch.device) -> None:
         bias = _noise(1, 1, 1, 128, device=device)
@@ -370,9 +366,8 @@ def attention_that_brings_tensors(case: Case) -> None:
 
 
 @case
-def a_model_that_other_code_moves(case: Case) -> None:
+def a_model_that_other_code_moves(case: Case, host: Host) -> None:
     """Between two steps, to one of its cards and to host memory."""
-    host = case.host
     for place in (HOME, CPU):
         divided = split(host.load("flux1"), **_FIRST)
 
@@ -389,9 +384,9 @@ def a_model_that_other_code_moves(case: Case) -> None:
 
 
 @case
-def control_lora(case: Case) -> None:
+def control_lora(case: Case, host: Host) -> None:
     """A Control-LoRA borrows the UNet's own weights, wherever they are, and computes at home."""
-    host, family = case.host, FAMILIES["sdxl"]
+    family = FAMILIES["sdxl"]
     config = {key: value for key, value in family.unet_config.items() if key != "out_channels"}
     net = comfy.cldm.cldm.ControlNet(**config, hint_channels=3, operations=comfy.ops.disable_weight_init)
     generator = torch.Generator().manual_seed(4)
@@ -420,8 +415,7 @@ def control_lora(case: Case) -> None:
 
 
 @case
-def verify_passes_what_is_right(case: Case) -> None:
-    host = case.host
+def verify_passes_what_is_right(case: Case, host: Host) -> None:
     for name, options in (("flux1", {"cfg": 4.0, "batch": 2}), ("sdxl", {"cfg": 4.0})):
         plain = host.sample(split(host.load(name)), name, **options)
         with case.logged("devicebridge", logging.INFO) as messages:
@@ -433,9 +427,8 @@ def verify_passes_what_is_right(case: Case) -> None:
 
 
 @case
-def verify_stops_what_is_wrong(case: Case) -> None:
+def verify_stops_what_is_wrong(case: Case, host: Host) -> None:
     """With a guard taken out: copies are not forgotten behind a patch that writes into what all blocks get."""
-    host = case.host
 
     def change(model: Any, device: torch.device) -> None:
         def patch(args: dict[str, Any]) -> dict[str, Any]:

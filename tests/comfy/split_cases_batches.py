@@ -40,8 +40,7 @@ def _noise(name: str, batch: int) -> torch.Tensor:
 
 
 @case
-def batches(case: Case) -> None:
-    host = case.host
+def batches(case: Case, host: Host) -> None:
     more = in_long_runs(("flux1", 2, 1.0), ("qwen_image", 2, CFG))
     for name, batch, cfg in (("flux1", 4, CFG), ("wan", 2, CFG), *more):
         claim = f"{name}, batch {batch}, cfg {cfg}"
@@ -92,8 +91,7 @@ def _telling(forward: Callable[..., Any], blocks: Mapping[Any, str], see: Callab
 
 
 @case
-def forwards_in_flight(case: Case) -> None:
-    host = case.host
+def forwards_in_flight(case: Case, host: Host) -> None:
     entries: dict[bool, list[tuple[int, str]]] = {}
     for overlap in (False, True):
         divided = split(host.load("flux1"), overlap=overlap)
@@ -118,8 +116,7 @@ def _forward_threads() -> list[str]:
 
 
 @case
-def an_error_while_overlapping(case: Case) -> None:
-    host = case.host
+def an_error_while_overlapping(case: Case, host: Host) -> None:
     divided = split(host.load("flux1"))
     expected = host.sample(divided, "flux1", cfg=CFG)
     calls = []
@@ -165,9 +162,8 @@ def _apart(host: Host, **options: Any) -> Any:
 
 
 @case
-def wholes_of_every_kind(case: Case) -> None:
+def wholes_of_every_kind(case: Case, host: Host) -> None:
     """Guidance with prompts of unequal length, batches of both, on two and three cards."""
-    host = case.host
     for name in (NAME, *in_long_runs("wan", "qwen_image", "ltxv", "krea2", "hidream", "cosmos_predict2")):
         unequal: dict[str, Any] = {"cfg": CFG, "negative": FAMILIES[name].condition(2, tokens=9)}
         unsplit = host.load(name, load_device=CPU)
@@ -199,9 +195,9 @@ def wholes_of_every_kind(case: Case) -> None:
 
 
 @case
-def wholes_of_regions_and_masks(case: Case) -> None:
+def wholes_of_regions_and_masks(case: Case, host: Host) -> None:
     """Regions, masks and times: each side has several forwards, of other numbers; a default makes both sides one."""
-    host, options = case.host, {"cfg": CFG, "positive": _combined()}
+    options = {"cfg": CFG, "positive": _combined()}
     unsplit = host.load(NAME, load_device=CPU).clone()
     unsplit.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "test", _each_side_alone)
     shared = tokens(host.load(NAME))
@@ -217,9 +213,8 @@ def wholes_of_regions_and_masks(case: Case) -> None:
 
 
 @case
-def wholes_that_are_shared_out(case: Case) -> None:
+def wholes_that_are_shared_out(case: Case, host: Host) -> None:
     """What may keep state, has no room or would wait for a slow card is computed by all cards, as one batch."""
-    host = case.host
     reference = host.reference(NAME, cfg=CFG)
     shared = tokens(host.load(NAME))
     seen = shared.clone()
@@ -255,9 +250,8 @@ def wholes_that_are_shared_out(case: Case) -> None:
 
 
 @case
-def wholes_of_a_changed_model(case: Case) -> None:
+def wholes_of_a_changed_model(case: Case, host: Host) -> None:
     """What one copy alone has is refused before anything is dealt; where auto took tokens, its card computes alone."""
-    host = case.host
     unsplit, shared, taken = host.load(NAME, load_device=CPU), tokens(host.load(NAME)), tokens(host.load(NAME))
     executor = taken.model.devicebridge_split.executor
     executor._plan = dataclasses.replace(executor._plan, may_run_alone=True)
@@ -273,9 +267,8 @@ def wholes_of_a_changed_model(case: Case) -> None:
 
 
 @case
-def wholes_that_end(case: Case) -> None:
+def wholes_that_end(case: Case, host: Host) -> None:
     """An error of either card, Ctrl-C and Cancel end all of them at their next block; the next prompt is as before."""
-    host = case.host
     shared = tokens(host.load(NAME))
     sample = functools.partial(host.sample, shared, NAME, cfg=CFG)
     reference, threads = sample(), threading.active_count()

@@ -280,9 +280,7 @@ def _compare_trainings(case: Case) -> None:
         return trained_blocks(_cards(model), _given())
 
     plain = found(filled(Mutated()))
-    case.check(
-        "unchanged it is trained", (plain.lists, plain.tail, plain.refused) == (("blocks",), ("out",), ""), plain
-    )
+    case.check("unchanged it trains", (plain.lists, plain.tail, plain.refused) == (("blocks",), ("out",), ""), plain)
     in_turn = found(filled(Flux3Like()))
     case.check("lists in turn have no pipeline", (in_turn.tail, in_turn.refused) == ((), ""), in_turn)
     for name, (mix, word) in _UNTRAINED.items():
@@ -312,9 +310,9 @@ def _compare_trainings(case: Case) -> None:
 
 
 @case
-def derived_other_inputs(case: Case) -> None:
+def derived_other_inputs(case: Case, host: Host) -> None:
     """References are derived anew, as they are inputs of their own; a ControlNet is refused by name."""
-    host, name = case.host, "flux1"
+    name = "flux1"
     plain, beside = FAMILIES[name].condition(1), FAMILIES[name].condition(1)
     beside[0][1]["reference_latents"] = [rand(1, 16, 4, 6)]
     unsplit = host.load(name, load_device=CPU)
@@ -346,9 +344,9 @@ def _on(model: Any, device: torch.device) -> Iterator[None]:
 
 
 @long_case
-def derived_unseen(case: Case) -> None:
+def derived_unseen(case: Case, host: Host) -> None:
     """A class that nobody here has seen: by blocks the same bits, by tokens near, each by ComfyUI's sampler."""
-    host, model = case.host, Flux3Like(channels=16, text=48)
+    model = Flux3Like(channels=16, text=48)
     with _on(unsplit := _unseen(host, model), CPU):
         reference = host.sample(unsplit, "flux1", steps=1)
     host.unload_all()
@@ -368,9 +366,8 @@ def derived_unseen(case: Case) -> None:
 
 
 @case
-def derived_sizes(case: Case) -> None:
+def derived_sizes(case: Case, host: Host) -> None:
     """What no small picture shows is seen in the first step of a size where it is, and the row is one no more."""
-    host = case.host
     with nobody_described():
         shared = split(_unseen(host, Mutated(SEEN_LATER, channels=16, text=48)), way="tokens")
         sample = functools.partial(host.sample, shared, "flux1")
@@ -423,9 +420,9 @@ def derived_rows_are_kept(case: Case) -> None:
 
 
 @case
-def derived_rows_are_not_refused_for_what_other_code_did(case: Case) -> None:
+def derived_rows_are_not_refused_for_what_other_code_did(case: Case, host: Host) -> None:
     """A hook that comes in the middle of a run is named, and no verdict is kept of the class with it."""
-    host, name, handles = case.host, "flux1_heads", list[Any]()
+    name, handles = "flux1_heads", list[Any]()
     with nobody_described():
         model = split(host.load(name), way="tokens")
         layer = model.model.diffusion_model.double_blocks[0].img_mlp[0]
@@ -440,9 +437,9 @@ def derived_rows_are_not_refused_for_what_other_code_did(case: Case) -> None:
 
 
 @case
-def derived_examine(case: Case) -> None:
+def derived_examine(case: Case, host: Host) -> None:
     """`devicebridge examine FILE` says the row as it is written, and a split takes it without deriving again."""
-    host, name = case.host, "flux1"
+    name = "flux1"
     reference = host.reference(name)
     host.unload_all()
     for each in (name, *in_long_runs("sd3", "lumina2", "ltxv")):

@@ -7,13 +7,13 @@ from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_cases_tokens import NAME, _scheduled, tokens
-from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, live_bytes
 
 
 @case
-def dynamic_blocks(case: Case) -> None:
+def dynamic_blocks(case: Case, host: Host) -> None:
     """The emulation itself: what is known to work on cards works here, with the bits of one card."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     reference = host.reference(name)
     with dynamic_vram() as vram:
         model = host.load(name)
@@ -61,18 +61,17 @@ def dynamic_tensor(case: Case) -> None:
 
 
 @case
-def dynamic_tokens(case: Case) -> None:
+def dynamic_tokens(case: Case, host: Host) -> None:
     _by_all(case, "wan", tokens)
-    host = case.host
     reference = _scheduled(host, host.load(NAME, load_device=CPU), (0.5, 1.0))
     with dynamic_vram():
         near(case, "a scheduled LoRA", _scheduled(host, tokens(host.load(NAME)), (0.5, 1.0)), reference)
 
 
 @case
-def dynamic_tensor_refuses_a_scheduled_lora(case: Case) -> None:
+def dynamic_tensor_refuses_a_scheduled_lora(case: Case, host: Host) -> None:
     """Before its stand-in, a whole second model, is read from the file."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     with dynamic_vram():
         divided = tensor(host.load(name))
         case.refused("the stand-in", divided.get_non_dynamic_delegate, RuntimeError, "hook", "blocks")

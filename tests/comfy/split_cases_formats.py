@@ -27,9 +27,8 @@ def _load_split(host: Host, name: str, weight_dtype: str = "default", path: Path
 
 
 @case
-def loaded_split(case: Case) -> None:
+def loaded_split(case: Case, host: Host) -> None:
     """Load Diffusion Model Across GPUs: a MODEL that never existed whole, nowhere but in host memory."""
-    host = case.host
     for name in ("flux1", "wan_vace", "qwen_image", "sdxl"):
         reference = host.reference(name)
         divided = _load_split(host, name)
@@ -45,9 +44,8 @@ def loaded_split(case: Case) -> None:
 
 
 @case
-def half_precision(case: Case) -> None:
+def half_precision(case: Case, host: Host) -> None:
     """A bf16 file: computed in float32 where the machine says so, or kept and cast at every use."""
-    host = case.host
     path = host.checkpoint(NAME, torch.bfloat16)
     for options in ({}, {"dtype": torch.bfloat16}):
         unsplit = comfy.sd.load_diffusion_model(str(path), model_options={"load_device": CPU, **options})
@@ -62,9 +60,8 @@ def half_precision(case: Case) -> None:
 
 
 @case
-def fp8_weights(case: Case) -> None:
+def fp8_weights(case: Case, host: Host) -> None:
     """weight_dtype of the loader: weights are stored in fp8 and cast where they are used."""
-    host = case.host
     reference = host.sample(host.load(NAME, load_device=CPU, dtype=torch.float8_e4m3fn), NAME)
     case.differs("it does something", reference, host.reference(NAME))
     divided = split(host.load(NAME, dtype=torch.float8_e4m3fn))
@@ -112,9 +109,8 @@ def quantised_checkpoint(host: Host, quant_format: str, name: str = NAME, **how:
 
 
 @case
-def quantised_checkpoints(case: Case) -> None:
+def quantised_checkpoints(case: Case, host: Host) -> None:
     """Compared with one card: which kernel multiplies depends on the device."""
-    host = case.host
     kinds = in_long_runs("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise")
     files = {"fp8_scaled": scaled_checkpoint(host), **{kind: quantised_checkpoint(host, kind) for kind in kinds}}
     for kind, path in files.items():
@@ -148,8 +144,7 @@ class PackPatcher(comfy.model_patcher.ModelPatcher):
 
 
 @case
-def a_patcher_class_of_a_pack(case: Case) -> None:
-    host = case.host
+def a_patcher_class_of_a_pack(case: Case, host: Host) -> None:
     plain = host.load(NAME)
     plain.__class__ = PackPatcher
     PackPatcher.loads = 0
@@ -176,8 +171,7 @@ class DiskPatcher(comfy.model_patcher.ModelPatcher):
 
 
 @case
-def cards_stream_as_the_file_lies(case: Case) -> None:
-    host = case.host
+def cards_stream_as_the_file_lies(case: Case, host: Host) -> None:
     reference = host.reference(NAME)
     for fast_disk in (True, False):
         plain = host.load(NAME)
@@ -189,9 +183,8 @@ def cards_stream_as_the_file_lies(case: Case) -> None:
 
 
 @case
-def balances(case: Case) -> None:
+def balances(case: Case, host: Host) -> None:
     """However the blocks are shared out, the numbers are the same; a cut lies where it was asked for."""
-    host = case.host
     reference = host.reference(NAME)
     plain = host.load(NAME)
     for options in ({"balance": "time"}, *({"balance": "manual", "split_at": (cut,)} for cut in (1, 2, 5))):

@@ -20,7 +20,7 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
-from devicebridge.tests.comfy.split_host import HOME
+from devicebridge.tests.comfy.split_host import HOME, Host
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
 Change = Callable[[Any, torch.device], None]
@@ -108,9 +108,9 @@ def _real_controlnet(device: torch.device) -> Any:
 
 
 @case
-def a_real_controlnet(case: Case) -> None:
+def a_real_controlnet(case: Case, host: Host) -> None:
     """ComfyUI's ControlNet for FLUX with a model of its own, loaded beside the split one."""
-    host, family = case.host, FAMILIES["flux1"]
+    family = FAMILIES["flux1"]
     outputs = {}
     for device, model in ((CPU, host.load("flux1", load_device=CPU)), (HOME, split(host.load("flux1")))):
         control = _real_controlnet(device)
@@ -179,9 +179,8 @@ def what_is_around_the_model(case: Case) -> None:
 
 
 @case
-def injections_and_callbacks(case: Case) -> None:
+def injections_and_callbacks(case: Case, host: Host) -> None:
     """What a pack installs when a MODEL is loaded sees every block, and is gone when it is unloaded."""
-    host = case.host
     extension = comfy.patcher_extension
     seen: dict[str, list[int]] = {"inject": [], "eject": [], "load": []}
 
@@ -210,9 +209,8 @@ def injections_and_callbacks(case: Case) -> None:
 
 
 @case
-def an_unknown_class(case: Case) -> None:
+def an_unknown_class(case: Case, host: Host) -> None:
     """A class nobody described: its blocks are found, relayed, and it computes the same."""
-    host = case.host
     reference = host.reference("flux1")
     model = host.load("flux1")
     known = type(model.model.diffusion_model)
@@ -234,8 +232,7 @@ def an_unknown_class(case: Case) -> None:
 
 
 @case
-def compiling_the_whole_is_refused(case: Case) -> None:
-    host = case.host
+def compiling_the_whole_is_refused(case: Case, host: Host) -> None:
     divided = split(host.load("flux1"))
     set_torch_compile_wrapper(divided, backend="eager")
     case.refused("at sampling", lambda: host.sample(divided, "flux1"), ValueError, "compile", "single blocks")
@@ -245,9 +242,8 @@ def compiling_the_whole_is_refused(case: Case) -> None:
 
 
 @case
-def compiling_block_by_block(case: Case) -> None:
+def compiling_block_by_block(case: Case, host: Host) -> None:
     """Compile nodes swap modules for the time of a forward; emulated cards keep them from being compiled as well."""
-    host = case.host
     reference = host.reference("flux1")
     divided = split(host.load("flux1"))
     compiled = divided.clone()
@@ -260,9 +256,8 @@ def compiling_block_by_block(case: Case) -> None:
 
 
 @case
-def an_error_inside_a_block(case: Case) -> None:
+def an_error_inside_a_block(case: Case, host: Host) -> None:
     """A forward that fails leaves a MODEL that works."""
-    host = case.host
     reference = host.reference("flux1")
     divided = split(host.load("flux1"))
     broken = divided.clone()
@@ -281,9 +276,8 @@ def an_error_inside_a_block(case: Case) -> None:
 
 
 @case
-def reference_latents(case: Case) -> None:
+def reference_latents(case: Case, host: Host) -> None:
     """Edit models take further latents into their sequence."""
-    host = case.host
     extra = {"flux1": (1, 16, 6, 6), "flux2": (1, 128, 2, 4), "qwen_image": (1, 16, 1, 6, 8)}
     for name, shape in extra.items():
         positive = FAMILIES[name].condition(1)
@@ -294,8 +288,7 @@ def reference_latents(case: Case) -> None:
 
 
 @case
-def without_inference_mode(case: Case) -> None:
-    host = case.host
+def without_inference_mode(case: Case, host: Host) -> None:
     for name in ("flux1", "wan"):
         reference = host.reference(name, cfg=3.0)
         with torch.inference_mode(False), torch.no_grad():
@@ -307,9 +300,8 @@ def without_inference_mode(case: Case) -> None:
 
 
 @case
-def options_are_not_written_to(case: Case) -> None:
+def options_are_not_written_to(case: Case, host: Host) -> None:
     """What the user's nodes put into the MODEL's options is still there, and the same, after a run."""
-    host = case.host
     divided = split(host.load("wan")).clone()
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:

@@ -98,10 +98,9 @@ def _shared(plain: Any, divided: Any) -> bool:
 
 
 @case
-def gguf_files(case: Case) -> None:
+def gguf_files(case: Case, host: Host) -> None:
     """Every kind of weight, without a second copy in host memory; with LoRA, which the pack adds as a layer dequantizes
     a weight, and bakes into those of F16."""
-    host = case.host
     for name, kind in FILES:
         file, lora = f"{name} {kind}", functools.partial(_with_loras, host, name=name)
         found = _references(host, (), (1,), (1, 2), name=name, kind=kind)
@@ -125,9 +124,8 @@ def gguf_files(case: Case) -> None:
 
 
 @case
-def gguf_eviction_and_return(case: Case) -> None:
+def gguf_eviction_and_return(case: Case, host: Host) -> None:
     """Weights that came back to host memory are streamed, a LoRA hung on them: on the split's tensors, no other's."""
-    host = case.host
     found, plain = _references(host, (), (1,)), _load(host)
     divided = split(plain)
     patched = _with_loras(host, divided, 1)
@@ -153,9 +151,8 @@ def gguf_eviction_and_return(case: Case) -> None:
 
 
 @case
-def gguf_scheduled_lora(case: Case) -> None:
+def gguf_scheduled_lora(case: Case, host: Host) -> None:
     """It is written into weights in place: into F16 ones, never into the mapped file. Q8_0 the pack cannot do."""
-    host = case.host
     reference = _sample_scheduled(host, _load(host, kind="F16"), keyframes=True)
     host.unload_all()
     plain = _load(host, kind="F16")
@@ -174,9 +171,8 @@ def gguf_scheduled_lora(case: Case) -> None:
 
 
 @case
-def gguf_choices_of_the_advanced_loader(case: Case) -> None:
+def gguf_choices_of_the_advanced_loader(case: Case, host: Host) -> None:
     """What the loader's user chose holds on every card: where a LoRA waits, and the type it is added in."""
-    host = case.host
     choices = {"dequant_dtype": "bfloat16", "patch_dtype": "target", "patch_on_device": True}
     found = {}
     try:

@@ -40,8 +40,7 @@ def _weights(host: Host, model: Any) -> dict[torch.device, int]:
 
 
 @case
-def partial_unload_of_one_card(case: Case) -> None:
-    host = case.host
+def partial_unload_of_one_card(case: Case, host: Host) -> None:
     for lora in (False, True):
         divided = split(host.load(NAME))
         divided = host.lora(divided, NAME, LORA) if lora else divided
@@ -85,9 +84,8 @@ def low_memory_on_one_card(case: Case) -> None:
 
 
 @case
-def the_same_graph_twice(case: Case) -> None:
+def the_same_graph_twice(case: Case, host: Host) -> None:
     """Executed again with cached nodes, and executed again from the split node on."""
-    host = case.host
     plain, reference = host.load(NAME), _reference(host)
     divided = split(plain)
     for number in range(2):
@@ -102,8 +100,7 @@ def the_same_graph_twice(case: Case) -> None:
 
 
 @case
-def forgetting_a_split_frees_both_cards(case: Case) -> None:
-    host = case.host
+def forgetting_a_split_frees_both_cards(case: Case, host: Host) -> None:
     for kind in ("plain", "with a LoRA", "a clone too", "source too"):
         source = host.load(NAME)
         divided = split(source)
@@ -124,9 +121,8 @@ def forgetting_a_split_frees_both_cards(case: Case) -> None:
 
 
 @case
-def a_refused_forward_keeps_no_model(case: Case) -> None:
+def a_refused_forward_keeps_no_model(case: Case, host: Host) -> None:
     """A MODEL that waits for the collector may die while ComfyUI unloads another, whose list of models shrinks then."""
-    host = case.host
     model = split(host.load(NAME), way="tokens").clone()
     model.model_options["transformer_options"]["optimized_attention_override"] = lambda own, *args, **kw: own(*args)
     gc.disable()
@@ -140,8 +136,7 @@ def a_refused_forward_keeps_no_model(case: Case) -> None:
 
 
 @case
-def limits_refused_before_loading(case: Case) -> None:
-    host = case.host
+def limits_refused_before_loading(case: Case, host: Host) -> None:
     plain = host.load(NAME)
     host.machine.cards.copies.clear()
     limits = {"memory_limit_gb": (0.001, 0.002), "offload": False}
@@ -151,9 +146,8 @@ def limits_refused_before_loading(case: Case) -> None:
 
 
 @case
-def limits_kept(case: Case) -> None:
+def limits_kept(case: Case, host: Host) -> None:
     """A card holds no more weights than the user allows; the rest is streamed."""
-    host = case.host
     limit = 1_500_000
     for lora in (False, True):
         divided = split(host.load(NAME), memory_limit_gb=(limit / 1e9 * 4, limit / 1e9))
@@ -165,8 +159,7 @@ def limits_kept(case: Case) -> None:
 
 
 @case
-def a_card_too_small_is_refused(case: Case) -> None:
-    host = case.host
+def a_card_too_small_is_refused(case: Case, host: Host) -> None:
     divided = split(host.load(NAME))
     host.machine.capacity_bytes[OTHER] = 1 << 20
     host.machine.cards.copies.clear()
@@ -177,9 +170,8 @@ def a_card_too_small_is_refused(case: Case) -> None:
 
 
 @case
-def free_memory_is_that_of_the_fullest_card(case: Case) -> None:
+def free_memory_is_that_of_the_fullest_card(case: Case, host: Host) -> None:
     """ComfyUI sizes its batches by the free memory of the patcher's card; every card holds activations."""
-    host = case.host
     divided = split(host.load(NAME))
     with host.machine.room_for(0, OTHER):
         free = comfy.model_management.get_free_memory(OTHER)
@@ -188,8 +180,7 @@ def free_memory_is_that_of_the_fullest_card(case: Case) -> None:
 
 
 @case
-def accounting_per_card(case: Case) -> None:
-    host = case.host
+def accounting_per_card(case: Case, host: Host) -> None:
     divided = split(host.load(NAME))
     shares = _weights(host, divided)
     loaded = {entry.device: entry.model_loaded_memory() for entry in comfy.model_management.current_loaded_models}
@@ -199,9 +190,8 @@ def accounting_per_card(case: Case) -> None:
 
 
 @case
-def weights_exist_once_in_host_memory(case: Case) -> None:
+def weights_exist_once_in_host_memory(case: Case, host: Host) -> None:
     """A split shares the weights of the MODEL it was made of; with or without LoRA, loading it makes no second copy."""
-    host = case.host
     plain = host.load(NAME)
     divided = split(plain)
     originals = {parameter.data_ptr() for parameter in plain.model.parameters()}
@@ -213,8 +203,7 @@ def weights_exist_once_in_host_memory(case: Case) -> None:
 
 
 @case
-def two_split_models_in_turn(case: Case) -> None:
-    host = case.host
+def two_split_models_in_turn(case: Case, host: Host) -> None:
     models = {name: split(host.load(name)) for name in (NAME, "wan")}
     references = {name: host.reference(name) for name in models}
     largest = dict.fromkeys((HOME, OTHER), 0)
@@ -256,8 +245,7 @@ def _interrupted(host: Host, model: Any, *cleared: torch.device, positive: Any =
 
 
 @case
-def unloaded_and_loaded_in_the_middle(case: Case) -> None:
-    host = case.host
+def unloaded_and_loaded_in_the_middle(case: Case, host: Host) -> None:
     for lora in (False, True):
         divided = split(host.load(NAME))
         divided = host.lora(divided, NAME, LORA) if lora else divided
@@ -268,9 +256,8 @@ def unloaded_and_loaded_in_the_middle(case: Case) -> None:
 
 
 @case
-def unloaded_in_the_middle_of_a_scheduled_lora(case: Case) -> None:
+def unloaded_in_the_middle_of_a_scheduled_lora(case: Case, host: Host) -> None:
     """A part that is evicted while a LoRA is written into its weights must not keep it."""
-    host = case.host
     positive, clean = hooked(NAME, 1, LORA), _reference(host)
     plain = host.load(NAME)
     reference, _ = _interrupted(host, plain, HOME, positive=positive)
@@ -285,9 +272,8 @@ def unloaded_in_the_middle_of_a_scheduled_lora(case: Case) -> None:
 
 
 @case
-def a_card_full_while_loading(case: Case) -> None:
+def a_card_full_while_loading(case: Case, host: Host) -> None:
     """An out-of-memory error while one part is loaded, before or after its weights moved, leaves a MODEL that works."""
-    host = case.host
     reference = _reference(host, lora=True)
     for late in (False, True):
         divided = host.lora(split(host.load(NAME)), NAME, LORA)
@@ -309,8 +295,7 @@ def a_card_full_while_loading(case: Case) -> None:
 
 
 @case
-def nothing_is_left_on_the_modules(case: Case) -> None:
-    host = case.host
+def nothing_is_left_on_the_modules(case: Case, host: Host) -> None:
     plain = host.load(NAME)
     divided = host.lora(split(plain), NAME, LORA)
     host.sample(divided, NAME, cfg=3.0)
@@ -321,16 +306,13 @@ def nothing_is_left_on_the_modules(case: Case) -> None:
         modules = list(model.model.modules())
         hooks = [m for m in modules if m._forward_pre_hooks or m._forward_hooks]
         case.check(f"{kind}: no hooks", not hooks, hooks)
-        patched = [
-            m for m in modules if getattr(m, "comfy_patched_weights", False) or getattr(m, "weight_function", [])
-        ]
+        patched = [m for m in modules if getattr(m, "comfy_patched_weights", 0) or getattr(m, "weight_function", [])]
         case.check(f"{kind}: no patched layers", not patched, patched)
 
 
 @case
-def unloading_a_model_and_its_clones(case: Case) -> None:
+def unloading_a_model_and_its_clones(case: Case, host: Host) -> None:
     """What ComfyUI's multi-GPU nodes call takes every part of a split MODEL off the cards, and nothing of another."""
-    host = case.host
     divided, other = split(host.load(NAME)), host.load("wan", load_device=OTHER)
     host.sample(divided, NAME)
     host.sample(other, "wan")
@@ -343,9 +325,8 @@ def unloading_a_model_and_its_clones(case: Case) -> None:
 
 
 @case
-def low_memory_with_a_scheduled_lora(case: Case) -> None:
+def low_memory_with_a_scheduled_lora(case: Case, host: Host) -> None:
     """Weight hooks write into weights in host memory, which the plain MODEL shares."""
-    host = case.host
     positive = hooked(NAME, 1, LORA)
     plain = host.load(NAME)
     divided = split(plain, overlap=False)
@@ -365,10 +346,9 @@ def low_memory_with_a_scheduled_lora(case: Case) -> None:
 
 
 @case
-def a_scheduled_lora_leaves_no_memory_pinned(case: Case) -> None:
+def a_scheduled_lora_leaves_no_memory_pinned(case: Case, host: Host) -> None:
     """ComfyUI pins weights that it streams. A split gives those that the LoRA is written into a storage of their own,
     and ComfyUI would unpin that one later."""
-    host = case.host
     positive = hooked(NAME, 1, LORA)
     for way in ("blocks", "tokens"):
         divided = split(host.load(NAME), overlap=False, way=way)

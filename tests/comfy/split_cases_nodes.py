@@ -172,9 +172,8 @@ def tensor_stopped_inside_a_block(case: Case) -> None:
 
 
 @case
-def tensor_another_attention(case: Case) -> None:
+def tensor_another_attention(case: Case, host: Any) -> None:
     """Attention of ComfyUI's own gets the heads of its card. A replay of another one would have other bits."""
-    host = case.host
 
     def sampled(model: Any, name: str) -> dict[str, Any]:
         outputs = {"as it is": host.sample(model, name, steps=STEPS)}

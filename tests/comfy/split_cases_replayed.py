@@ -26,7 +26,7 @@ from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CASES, Case, case, split
 from devicebridge.tests.comfy.split_cases_tensor import controlnets, tensor
 from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
-from devicebridge.tests.comfy.split_host import OTHER, live_bytes
+from devicebridge.tests.comfy.split_host import OTHER, Host, live_bytes
 from devicebridge.tests.stand_in_recorder import replaying, stand_in
 
 STEPS = 4
@@ -70,9 +70,7 @@ def _family(name: str, way: Callable[[Any], Any], case: Case) -> None:
     with replayed():
         model = way(host.load(name))
         for cfg, expected in launched.items():
-            case.equal(
-                f"the bits of what is launched, cfg {cfg}", host.sample(model, name, steps=STEPS, cfg=cfg), expected
-            )
+            case.equal(f"bits of what is launched, cfg {cfg}", host.sample(model, name, steps=STEPS, cfg=cfg), expected)
         graphs = graphs_of(model)
         is_replayed = (name, way) != ("hidream_o1", together)  # its blocks are handed a function
         found = graphs.num_replays, graphs.fault
@@ -86,9 +84,9 @@ for _name in SHARED:
 
 
 @case
-def replayed_with_loras_and_evicted(case: Case) -> None:
+def replayed_with_loras_and_evicted(case: Case, host: Host) -> None:
     """A LoRA is in what is replayed, and out again; an evicted MODEL leaves no graphs."""
-    host, name = case.host, "flux2_heads"
+    name = "flux2_heads"
     for way in (tensor, together):
         with unwatched():
             clean = host.sample(way(host.load(name)), name, steps=STEPS)
@@ -118,9 +116,9 @@ def replayed_with_a_controlnet(case: Case) -> None:
 
 
 @case
-def replayed_under_dynamic_vram(case: Case) -> None:
+def replayed_under_dynamic_vram(case: Case, host: Host) -> None:
     """Weights are asked for at every replay; what is not there, or was taken away, is computed without."""
-    host, name = case.host, "wan_heads"
+    name = "wan_heads"
     for way in (tensor, together):
         with dynamic_vram() as vram:
             with unwatched():
@@ -140,9 +138,9 @@ def replayed_under_dynamic_vram(case: Case) -> None:
 
 
 @case
-def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
+def replayed_until_somebody_hooks_a_layer(case: Case, host: Host) -> None:
     """A hook that comes to a layer after the blocks were recorded is seen before the next forward."""
-    host, name = case.host, "wan_heads"
+    name = "wan_heads"
     with replayed():
         model = tensor(host.load(name))
         expected = host.sample(model, name, steps=STEPS)
@@ -163,9 +161,9 @@ def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
 
 
 @case
-def replayed_without_what_a_hook_did_while_blocks_were_recorded(case: Case) -> None:
+def replayed_without_what_a_hook_did_while_blocks_were_recorded(case: Case, host: Host) -> None:
     """By tokens the host looks at the model behind a forward, unless that is cancelled: no graph of it is kept."""
-    host, name = case.host, "wan_heads"
+    name = "wan_heads"
 
     def cancel(*_: Any) -> None:
         raise InterruptProcessingException
@@ -185,9 +183,9 @@ def replayed_without_what_a_hook_did_while_blocks_were_recorded(case: Case) -> N
 
 
 @case
-def replayed_until_somebody_replaces_attention(case: Case) -> None:
+def replayed_until_somebody_replaces_attention(case: Case, host: Host) -> None:
     """FLUX's blocks call it in a module that has none of their classes."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     for way in (together, tensor):
         with replayed():
             model = way(host.load(name))
@@ -204,9 +202,7 @@ def replayed_where_weights_lie(case: Case) -> None:
     """Every tensor of a block counts, at any depth; one that is away, or is not used as it is, is an answer, too."""
     cpu, ops = torch.device("cpu"), comfy.ops.disable_weight_init
     inner = torch.nn.Sequential(ops.Linear(3, 4, bias=False), torch.nn.SiLU(), ops.Linear(4, 3))
-    block = torch.nn.ModuleDict(
-        {"inner": torch.nn.ModuleList([inner, torch.nn.LayerNorm(3)]), "last": ops.Linear(3, 3)}
-    )
+    block = torch.nn.ModuleDict({"in": torch.nn.ModuleList([inner, torch.nn.LayerNorm(3)]), "last": ops.Linear(3, 3)})
     block["inner"].register_module("left_out", None)
     block.register_buffer("scale", torch.ones(3))
     tensors = [*block.parameters(), *block.buffers()]

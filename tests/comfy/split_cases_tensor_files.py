@@ -178,9 +178,8 @@ def _products_in_fp8() -> Iterator[None]:
 
 
 @case
-def tensor_products_in_fp8(case: Case) -> None:
+def tensor_products_in_fp8(case: Case, host: Host) -> None:
     """Activations are rounded by a scale that the file gives, 1 without, so each card rounds as one card does."""
-    host = case.host
     for name in ("wan_heads", *in_long_runs("flux1_heads")):
         path = FILES["fp8"](host, name)
         with _products_in_fp8():
@@ -192,9 +191,9 @@ def tensor_products_in_fp8(case: Case) -> None:
 
 
 @long_case
-def tensor_weight_types_of_the_loader(case: Case) -> None:
+def tensor_weight_types_of_the_loader(case: Case, host: Host) -> None:
     """Every choice of weight_dtype: the numbers that ComfyUI's own loader makes."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     path, seen = host.checkpoint(name), []
     for weight_dtype, options in (
         ("default", {}), ("fp8_e4m3fn", {"dtype": torch.float8_e4m3fn}),
@@ -218,10 +217,10 @@ def tensor_weight_types_of_the_loader(case: Case) -> None:
 
 
 @long_case
-def tensor_files_lie_in_host_memory_once(case: Case) -> None:
+def tensor_files_lie_in_host_memory_once(case: Case, host: Host) -> None:
     """Slices are of the loaded weights, before a card takes them, while they are streamed, and when they come back. No
     slice is joined in host memory on its way."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     joined: list[int] = []
     plain = JoinedSlices.joined
 
@@ -257,9 +256,9 @@ def tensor_files_lie_in_host_memory_once(case: Case) -> None:
 
 
 @case
-def tensor_pins_only_slices_that_lie_in_one_piece(case: Case) -> None:
+def tensor_pins_only_slices_that_lie_in_one_piece(case: Case, host: Host) -> None:
     """ComfyUI pins an 8-bit weight that it streams by its address and size; of columns that is other memory."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     for what in ("fp8", "int8"):
         divided = load_divided(FILES[what](host, name), name)
         companion = divided.companions[0].model

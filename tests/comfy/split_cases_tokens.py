@@ -78,9 +78,9 @@ for _name in SHARED:
 
 
 @case
-def tokens_shares_by_hand(case: Case) -> None:
+def tokens_shares_by_hand(case: Case, host: Host) -> None:
     """Two to eight cards, each with the share it was given; without any, cards of two kinds go by their speed."""
-    host, name = case.host, "flux2"
+    name = "flux2"
     reference = host.reference(name)
     given: dict[tuple[float, ...], int] = {(3, 5): 38, (0.5, 1.5, 1): 17, (1, 3, 2, 2): 12}
     for shares, percent in given.items():
@@ -104,9 +104,8 @@ def tokens_shares_by_hand(case: Case) -> None:
 
 
 @case
-def tokens_exchange(case: Case) -> None:
+def tokens_exchange(case: Case, host: Host) -> None:
     """In 8 bits the picture is near; by groups of heads, and with full, it has the bits that it had."""
-    host = case.host
     for name in ("flux1_heads", *in_long_runs("wan_heads", "qwen_image", "sd3", "ltxv", "minimax_h3", "hidream")):
         for way in ("tokens", "tensor") if name in DIVIDED else ("tokens",):
             made = functools.partial(split, way=way)
@@ -198,9 +197,8 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @case
-def tokens_scheduled_loras(case: Case) -> None:
+def tokens_scheduled_loras(case: Case, host: Host) -> None:
     """Every card's copy gets the weights that one card has for this conditioning in this step, and its own back."""
-    host = case.host
     loaded = host.load(NAME)
     given, strengths = _weights(loaded.model.diffusion_model), (1.0, 0.5, 0.0)
     unsplit = host.load(NAME, load_device=CPU)
@@ -246,9 +244,9 @@ def tokens_scheduled_loras(case: Case) -> None:
 
 
 @case
-def tokens_another_attention(case: Case) -> None:
+def tokens_another_attention(case: Case, host: Host) -> None:
     """Another of ComfyUI's own gets its card's queries and the keys of all; nobody knows what other code reads."""
-    host, name, own, outputs, calls = case.host, "flux1", attention.attention_split, [], []
+    name, own, outputs, calls = "flux1", attention.attention_split, [], []
     for model in (host.load(name, load_device=CPU), tokens(host.load(name))):
         model = model.clone()
         model.set_model_optimized_attention(own)
@@ -285,9 +283,8 @@ def tokens_another_attention(case: Case) -> None:
 
 
 @case
-def tokens_patches_of_comfyui(case: Case) -> None:
+def tokens_patches_of_comfyui(case: Case, host: Host) -> None:
     """Normalized Attention Guidance, ComfyUI's own node: refused where a class tells it rows of all cards."""
-    host = case.host
 
     def guided(model: Any) -> Any:
         return NAGuidance.execute(model, 5.0, 0.5, 1.5).args[0]
@@ -307,9 +304,9 @@ def tokens_patches_of_comfyui(case: Case) -> None:
 
 
 @case
-def tokens_code_in_the_model(case: Case) -> None:
+def tokens_code_in_the_model(case: Case, host: Host) -> None:
     """What is hooked, replaced or exchanged in the main card's model at any time is refused by name."""
-    host, name = case.host, "flux1"
+    name = "flux1"
     shared, sample = tokens(host.load(name)), functools.partial(host.sample, name=name, steps=1)
     reference, root = sample(shared), shared.model.diffusion_model
     layer = root.single_blocks[0].linear1
@@ -385,9 +382,9 @@ def tokens_code_in_the_model(case: Case) -> None:
 
 
 @case
-def tokens_code_before_loading(case: Case) -> None:
+def tokens_code_before_loading(case: Case, host: Host) -> None:
     """Weights and buffers that were exchanged before a load are refused by name, with a LoRA on them too."""
-    host, name = case.host, "flux1"
+    name = "flux1"
     loaded = host.load(name)
     loaded.model.diffusion_model.register_buffer("table", torch.ones(3))
     shared = tokens(loaded)
@@ -453,9 +450,9 @@ def tokens_two_at_once(case: Case) -> None:
 
 
 @case
-def tokens_refusals(case: Case) -> None:
+def tokens_refusals(case: Case, host: Host) -> None:
     """What works between or inside the blocks is refused by name, with the way that takes it."""
-    host, name = case.host, "flux1"
+    name = "flux1"
     shared = tokens(host.load(name))
     for patch in ("attn1_patch", "post_input", "of another version"):
         patched = shared.clone()
@@ -470,9 +467,9 @@ def tokens_refusals(case: Case) -> None:
 
 
 @case
-def tokens_fewer_rows_than_cards(case: Case) -> None:
+def tokens_fewer_rows_than_cards(case: Case, host: Host) -> None:
     """One card computes a forward of which a card would have no row, and the log says so once."""
-    host, name = case.host, "flux1"
+    name = "flux1"
     small, short = {"latent": (16, 2, 2)}, {"positive": FAMILIES[name].condition(1, 1)}
     given = {"an image of one row": (small, (HOME, OTHER)), "a text of one row": (short, (HOME, OTHER))}
     given["an image of two rows on three cards"] = {"latent": (16, 2, 4)}, (HOME, OTHER, THIRD)
@@ -490,9 +487,8 @@ def tokens_fewer_rows_than_cards(case: Case) -> None:
 
 
 @case
-def tokens_scaled_fp8_files(case: Case) -> None:
+def tokens_scaled_fp8_files(case: Case, host: Host) -> None:
     """Files in 8 bits: every card has the file's own numbers, with a LoRA those that one card rounds to."""
-    host = case.host
     kinds = {"fp8": "wan", **dict(in_long_runs(("scaled_fp8", "flux1"), ("int8", "flux1"), ("int8_rows", "wan")))}
     for kind, name in kinds.items():
         path, most = FILES[kind](host, name), NEAR if "fp8" in kind else IN_8_BITS  # activations round to int8, too
@@ -517,9 +513,9 @@ def tokens_scaled_fp8_files(case: Case) -> None:
 
 
 @case
-def tokens_clones_and_eviction(case: Case) -> None:
+def tokens_clones_and_eviction(case: Case, host: Host) -> None:
     """Clones with different LoRAs in turn, a card that another model takes between prompts and steps, little room."""
-    host, name = case.host, "flux2"
+    name = "flux2"
     shared = tokens(host.load(name))
     clones, references = clones_in_turn(case, name, shared, NEAR)
     size = sum(parameter.nbytes for parameter in shared.model.diffusion_model.parameters())
@@ -545,9 +541,9 @@ def tokens_many_prompts(case: Case) -> None:
 
 
 @case
-def tokens_come_back_to_the_same_host_memory(case: Case) -> None:
+def tokens_come_back_to_the_same_host_memory(case: Case, host: Host) -> None:
     """Each card has the whole model, and host memory has it once: as loaded, unloaded, and with a LoRA."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     with small_sizes(FAMILIES[name]):
         model = load_split_model(host.checkpoint(name), "default", SplitRequest((HOME, OTHER), way="tokens"))
     for what, each in (("as loaded", None), ("unloaded", model), ("with a LoRA", host.lora(model, name))):
@@ -561,9 +557,9 @@ def tokens_come_back_to_the_same_host_memory(case: Case) -> None:
 
 
 @case
-def tokens_of_one_card_remember_no_lora(case: Case) -> None:
+def tokens_of_one_card_remember_no_lora(case: Case, host: Host) -> None:
     """HiDream-O1 keeps a prompt's keys for its next forward, also where one card has to compute it."""
-    host, name = case.host, "hidream_o1"
+    name = "hidream_o1"
     clean, model = (split(host.load(name), way="tokens", shares=(1.0, 9.0)) for _ in range(2))
     with case.logged("devicebridge", logging.INFO) as messages:
         expected = host.sample(clean, name)
@@ -573,9 +569,9 @@ def tokens_of_one_card_remember_no_lora(case: Case) -> None:
 
 
 @case
-def tokens_see_a_hook_that_comes_in_the_middle_of_a_run(case: Case) -> None:
+def tokens_see_a_hook_that_comes_in_the_middle_of_a_run(case: Case, host: Host) -> None:
     """Behind a run's first forward the host looks while the cards compute."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     model = split(host.load(name), way="tokens")
     expected, handles = host.sample(model, name), list[Any]()
     layer = model.model.diffusion_model.double_blocks[0].img_mlp[0]
@@ -635,9 +631,7 @@ def _by_tokens(model, plan, inputs, shares, groups=1, exchange="full") -> tuple[
 
 
 def _apart(found: Any, expected: Any) -> float:
-    pairs = zip(
-        *((list(each) if isinstance(each, (list, tuple)) else [each]) for each in (found, expected)), strict=True
-    )
+    pairs = zip(*(list(each) if isinstance(each, (list, tuple)) else [each] for each in (found, expected)), strict=True)
     return max(float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 

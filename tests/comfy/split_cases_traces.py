@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.samplers import calc_cond_batch
 from devicebridge.nodes.host.split.attachments import reasons_against_overlap
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER, hooked
+from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER, Host, hooked
 from devicebridge.tests.comfy.tiny_checkpoints import lora_weights
 from torch import nn
 
@@ -37,9 +37,8 @@ def _louder_block(model: Any, index: int) -> Any:
 
 
 @case
-def a_replaced_block_is_put_back(case: Case) -> None:
+def a_replaced_block_is_put_back(case: Case, host: Host) -> None:
     """A pack puts a module of its own in the place of a block; without that clone the split is as it was."""
-    host = case.host
     plain = host.load(NAME, load_device=CPU)
     clean = host.sample(plain, NAME)
     divided = split(host.load(NAME))
@@ -55,8 +54,7 @@ def a_replaced_block_is_put_back(case: Case) -> None:
 
 
 @case
-def what_cannot_be_is_refused(case: Case) -> None:
-    host = case.host
+def what_cannot_be_is_refused(case: Case, host: Host) -> None:
     divided, moved = (split(host.load(NAME)).clone() for _ in range(2))
     plain, blockless = (host.load(NAME).clone() for _ in range(2))
     lists = divided.model.diffusion_model.blocks
@@ -76,9 +74,8 @@ def what_cannot_be_is_refused(case: Case) -> None:
 
 
 @case
-def a_stand_in_keeps_the_original_weights(case: Case) -> None:
+def a_stand_in_keeps_the_original_weights(case: Case, host: Host) -> None:
     """Under DynamicVRAM every sampling with a scheduled LoRA asks for a classic stand-in over the same spare model."""
-    host = case.host
     reference = host.sample(host.lora(host.load(NAME, load_device=CPU), NAME, 1), NAME)
     divided = host.lora(split(host.load(NAME)), NAME, 1)
     spare = host.load(NAME).get_clone_model_override()
@@ -98,9 +95,8 @@ def _bypass(model: Any) -> Any:
 
 
 @case
-def bypass_lora(case: Case) -> None:
+def bypass_lora(case: Case, host: Host) -> None:
     """The host's LoRA that runs beside the layers: behind a split on each layer's card, before one refused."""
-    host = case.host
     plain = host.load(NAME, load_device=HOME)
     reference, clean = host.sample(_bypass(plain), NAME), host.sample(plain, NAME)
     case.differs("it does something", reference, clean)
@@ -112,8 +108,7 @@ def bypass_lora(case: Case) -> None:
 
 
 @case
-def what_holds_on_to_the_given_model_is_refused(case: Case) -> None:
-    host = case.host
+def what_holds_on_to_the_given_model_is_refused(case: Case, host: Host) -> None:
 
     def wrapped() -> Any:
         model = host.load(NAME).clone()
@@ -143,9 +138,8 @@ def what_holds_on_to_the_given_model_is_refused(case: Case) -> None:
 
 
 @case
-def a_large_estimate_is_a_warning(case: Case) -> None:
+def a_large_estimate_is_a_warning(case: Case, host: Host) -> None:
     """The host runs sizes that its own estimate calls too large, and context windows divide them; so do we."""
-    host = case.host
     divided = split(host.load(NAME))
     reference = host.sample(divided, NAME)
     needed = divided.model.memory_required([1, 16, 2, 4, 4])
@@ -158,8 +152,7 @@ def a_large_estimate_is_a_warning(case: Case) -> None:
 
 
 @case
-def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
-    host = case.host
+def cuts_by_hand_are_checked_against_the_limits(case: Case, host: Host) -> None:
     settings: dict[str, Any] = {"balance": "manual", "split_at": (2,), "memory_limit_gb": (0.0001, 0.0001)}
     act = lambda: split(host.load(NAME), offload=False, **settings)  # noqa: E731
     case.refused("offload off", act, ValueError, "GB", "turn offload on")
@@ -171,8 +164,7 @@ def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
 
 
 @case
-def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
-    host = case.host
+def gradients_and_other_wrappers_turn_overlap_off(case: Case, host: Host) -> None:
     divided = split(host.load(NAME))
     reference = host.sample(split(host.load(NAME), overlap=False), NAME, cfg=4.0)
     counted = divided.clone()
@@ -192,9 +184,9 @@ def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
 
 
 @case
-def a_scheduled_lora_in_the_weights_turns_overlap_off(case: Case) -> None:
+def a_scheduled_lora_in_the_weights_turns_overlap_off(case: Case, host: Host) -> None:
     """Conditionings without one, computed behind those that left it there: the first forward takes it out."""
-    host, left = case.host, list[bool]()
+    left = list[bool]()
 
     def guide(args: dict[str, Any]) -> torch.Tensor:
         left.append(args["model"].current_patcher.current_hooks is not None)

@@ -33,7 +33,7 @@ from devicebridge.parallel.block_lists import execution_order
 from devicebridge.planning import times
 from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_host import HOME, OTHER
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host
 
 FAST_LINK, SLOW_LINK = 1e6, 1e3  # bytes per second, beside cards as slow as _machine's callers say
 
@@ -68,9 +68,9 @@ def _auto(case: Case, model: Any, link: float = FAST_LINK, **options: Any) -> tu
 
 
 @case
-def way_auto_goes_by_link_and_memory(case: Case) -> None:
+def way_auto_goes_by_link_and_memory(case: Case, host: Host) -> None:
     """Tokens on a fast link; tensor where a card lacks the room for all weights; blocks on a slow link."""
-    host, name = case.host, "flux2_heads"
+    name = "flux2_heads"
     reference = host.reference(name)
     for what, link, is_limited, expected in (
         ("a fast link", FAST_LINK, False, "tokens"),
@@ -102,9 +102,9 @@ _FORECAST = ("blocks", "tensor", "tokens")
 
 
 @case
-def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
+def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case, host: Host) -> None:
     """Patches and object patches, which tokens would refuse at the first step; a class without a plan of tokens."""
-    host, name = case.host, "flux2_heads"
+    name = "flux2_heads"
 
     def patched(model: Any) -> None:
         model.set_model_patch(lambda args: args, "double_block")
@@ -116,9 +116,8 @@ def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
         model.add_object_patch("diffusion_model.double_blocks.0.marked", torch.nn.Identity())
 
     def attended(model: Any) -> None:
-        model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *args, **kw: func(
-            *args, **kw
-        )
+        options = model.model_options["transformer_options"]
+        options["optimized_attention_override"] = lambda func, *args, **kw: func(*args, **kw)
 
     for change, word in (
         (patched, "the patch 'double_block'"), (replaced, "the replacement 'dit'"),
@@ -135,9 +134,9 @@ def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
 
 
 @case
-def way_auto_has_one_card_compute_what_tokens_refuse(case: Case) -> None:
+def way_auto_has_one_card_compute_what_tokens_refuse(case: Case, host: Host) -> None:
     """Nodes behind the split, that blocks would take: the picture is that of one card, and the log says why once."""
-    host, name = case.host, "flux2_heads"
+    name = "flux2_heads"
 
     def patched(model: Any) -> None:
         model.set_model_patch(lambda args: {**args, "img": args["img"] * 1.1}, "double_block")
@@ -176,9 +175,9 @@ def way_auto_has_one_card_compute_what_tokens_refuse(case: Case) -> None:
 
 
 @case
-def way_auto_has_one_card_compute_what_is_refused_inside_a_forward(case: Case) -> None:
+def way_auto_has_one_card_compute_what_is_refused_inside_a_forward(case: Case, host: Host) -> None:
     """Attention that another pack puts into ComfyUI behind the split, for one picture and for two conditionings."""
-    host, name = case.host, "flux2_heads"
+    name = "flux2_heads"
 
     def stronger(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return attention.attention_pytorch(q, k * 1.5, *args, **kwargs)
@@ -202,9 +201,9 @@ def way_auto_has_one_card_compute_what_is_refused_inside_a_forward(case: Case) -
 
 
 @case
-def way_auto_leaves_tokens_to_cards_and_modules_that_are_alike(case: Case) -> None:
+def way_auto_leaves_tokens_to_cards_and_modules_that_are_alike(case: Case, host: Host) -> None:
     """A first card that is slow would compute alone what is refused; a module of other code may read across tokens."""
-    host, name = case.host, "flux2_heads"
+    name = "flux2_heads"
 
     class Pooled(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:
@@ -258,9 +257,8 @@ def keys_travel_as_was_measured(case: Case) -> None:
 
 
 @case
-def way_auto_asks_for_a_gain_with_cfg_too(case: Case) -> None:
+def way_auto_asks_for_a_gain_with_cfg_too(case: Case, host: Host) -> None:
     """Of a model that is not told its guidance. With CFG blocks overlap; a link between the two gains only without."""
-    host = case.host
     for name, uses in (("flux2_heads", 1), ("wan_heads", 2)):
         model = host.load(name)
         told = getattr(getattr(model.model.diffusion_model, "params", None), "guidance_embed", False)
@@ -271,8 +269,8 @@ def way_auto_asks_for_a_gain_with_cfg_too(case: Case) -> None:
 
 
 @case
-def way_auto_takes_blocks_where_others_would_be_refused(case: Case) -> None:
-    host, name = case.host, "flux2_heads"
+def way_auto_takes_blocks_where_others_would_be_refused(case: Case, host: Host) -> None:
+    name = "flux2_heads"
 
     def unmeasurable(devices: Any) -> None:
         raise RuntimeError("no room on cuda:1\nand more")

@@ -25,8 +25,7 @@ def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
 
 
 @case
-def clones_of_a_split_with_different_loras(case: Case) -> None:
-    host = case.host
+def clones_of_a_split_with_different_loras(case: Case, host: Host) -> None:
     divided = split(host.load(NAME))
     models = {seeds: _with_loras(host, divided, *seeds) for seeds in ((1,), (2,))}
     copy = models[()] = divided.clone()
@@ -41,9 +40,8 @@ def clones_of_a_split_with_different_loras(case: Case) -> None:
 
 
 @case
-def split_after_plain_has_run(case: Case) -> None:
+def split_after_plain_has_run(case: Case, host: Host) -> None:
     """A MODEL that is on the card, with a LoRA baked in, is taken off it and then split."""
-    host = case.host
     plain = host.load(NAME)
     host.sample(host.lora(plain, NAME, 1), NAME)
     case.check("the plain one is on the card", weights_on(plain, HOME) > 0)
@@ -54,8 +52,7 @@ def split_after_plain_has_run(case: Case) -> None:
 
 
 @case
-def split_outlives_its_source(case: Case) -> None:
-    host = case.host
+def split_outlives_its_source(case: Case, host: Host) -> None:
     plain = host.load(NAME)
     divided = split(plain)
     host.sample(host.lora(plain, NAME, 1), NAME)
@@ -72,9 +69,9 @@ def _sample_scheduled(host: Host, model: Any, *, keyframes: bool, negative: Any 
 
 
 @case
-def scheduled_loras(case: Case) -> None:
+def scheduled_loras(case: Case, host: Host) -> None:
     """A hook on one condition: weights change between cond and uncond, and by the step. Or on each, or over a LoRA."""
-    host, other = case.host, hooked(NAME, 2, 2)
+    other = hooked(NAME, 2, 2)
     for what, seeds, negative in (("on one", (), None), ("on each", (), other), ("over a LoRA", (2,), None)):
         unsplit = _with_loras(host, host.load(NAME, load_device=CPU), *seeds)
         divided = _with_loras(host, split(host.load(NAME)), *seeds)
@@ -90,9 +87,8 @@ def scheduled_loras(case: Case) -> None:
 
 
 @case
-def all_keys_are_seen(case: Case) -> None:
+def all_keys_are_seen(case: Case, host: Host) -> None:
     """Whoever asks a split MODEL for its weights gets every one of them, also while it is loaded."""
-    host = case.host
     plain, divided = host.load(NAME), split(host.load(NAME))
     for when in ("before", "while loaded"):
         case.check(f"state dict {when}", set(divided.model_state_dict()) == set(plain.model_state_dict()))
@@ -104,9 +100,8 @@ def all_keys_are_seen(case: Case) -> None:
 
 
 @case
-def saving(case: Case) -> None:
+def saving(case: Case, host: Host) -> None:
     """ModelSave with a LoRA baked in: what goes into the file is what the unsplit MODEL gives."""
-    host = case.host
     plain = _saved(host.lora(host.load(NAME, load_device=CPU), NAME, 1))
     divided = _saved(host.lora(split(host.load(NAME)), NAME, 1))
     case.check("the same keys", set(plain) == set(divided) and len(plain) > 50, len(plain))
@@ -136,8 +131,8 @@ def _other_weights(model: Any) -> Any:
 
 
 @case
-def patches_of_layers_and_of_weights(case: Case) -> None:
-    host, clean = case.host, case.host.reference(NAME)
+def patches_of_layers_and_of_weights(case: Case, host: Host) -> None:
+    clean = host.reference(NAME)
     for change in (_other_layers, _other_weights):
         reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
         case.differs(f"{change.__name__}: it does something", reference, clean)
@@ -151,8 +146,7 @@ def patches_of_layers_and_of_weights(case: Case) -> None:
 
 
 @case
-def split_of_a_split(case: Case) -> None:
-    host = case.host
+def split_of_a_split(case: Case, host: Host) -> None:
     once = host.lora(split(host.load(NAME)), NAME, 1)
     host.sample(once, NAME)
     for patcher in (once, *once.companions):
@@ -166,9 +160,8 @@ def split_of_a_split(case: Case) -> None:
 
 
 @case
-def split_of_a_model_for_another_card(case: Case) -> None:
+def split_of_a_model_for_another_card(case: Case, host: Host) -> None:
     """Select Model Device put it on card 1, where it ran with little memory and a LoRA; home is card 0 now."""
-    host = case.host
     plain = host.lora(host.load(NAME, load_device=OTHER), NAME, 1)
     with host.machine.room_for(int(plain.model_size()) // 2, OTHER):
         case.equal("plain", host.sample(plain, NAME), host.reference(NAME, 1))

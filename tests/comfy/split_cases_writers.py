@@ -11,7 +11,7 @@ from devicebridge.patches.hooks import tensors_reached
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_replayed import graphs_of, replayed
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
-from devicebridge.tests.comfy.split_host import HOME, OTHER
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host
 
 _Change = Callable[[Any], None]
 _STEPS = 2
@@ -132,9 +132,9 @@ def writers_of_tables_inside_the_attention(case: Case) -> None:
 
 
 @case
-def writers_that_tensor_refuses(case: Case) -> None:
+def writers_that_tensor_refuses(case: Case, host: Host) -> None:
     """By name, where each card has some of the heads; a patch also where a wrapper attaches it to its forward."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
 
     def override(attention: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output: torch.Tensor = attention(q.mul_(0.5), *args, **kwargs)
@@ -160,9 +160,9 @@ def writers_that_tensor_refuses(case: Case) -> None:
 
 
 @case
-def writers_after_blocks_were_recorded(case: Case) -> None:
+def writers_after_blocks_were_recorded(case: Case, host: Host) -> None:
     """Graphs stand for the model's own code alone: not beside a writer, and again behind it."""
-    host, name = case.host, "flux1_heads"
+    name = "flux1_heads"
     plain = host.load(name, load_device=CPU)
     change = _writing_before("vec", _SECOND, _SINGLE, is_late=True)
     clean = host.sample(plain, name, steps=4)

@@ -207,9 +207,7 @@ def _compare(
 def _take_off_the_card(model: Any) -> None:
     """Have the host load the unsplit MODEL anew: one that was loaded with other layers in it keeps their weights."""
     loaded_models = comfy.model_management.current_loaded_models
-    for loaded in [
-        loaded for loaded in loaded_models if loaded.model is not None and loaded.model.model is model.model
-    ]:
+    for loaded in [each for each in loaded_models if each.model is not None and each.model.model is model.model]:
         loaded.model_unload()
         loaded_models.remove(loaded)
 

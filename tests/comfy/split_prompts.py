@@ -71,9 +71,7 @@ def run_prompts(host: Host, number: int, seed: int) -> dict[str, Any]:
 def faults_of(found: dict[str, Any], kinds: Sequence[str] = _COUNTED) -> list[str]:
     """What grew or differed; [] for nothing. How much memory the process has tells nothing before very many prompts."""
     before, after = found["before"], found["after"]
-    faults = [
-        f"{name} were {before[name]}, now {after[name]}" for name in kinds if after[name] > before[name] + _MORE[name]
-    ]
+    faults = [f"{n} were {before[n]}, now {after[n]}" for n in kinds if after[n] > before[n] + _MORE[n]]
     if found["different"] or found["left"]:
         faults.append(f"{found['different']} outputs differ, {found['left']} bytes are left on cards")
     return faults + [f"a prompt {what}" for what in found["ended"] if what not in _ENDS]

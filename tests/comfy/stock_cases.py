@@ -16,7 +16,7 @@ from devicebridge.encoding.vae import load_vae
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
 from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
-from devicebridge.tests.comfy.cases import case, expect_refusal, run_cases
+from devicebridge.tests.comfy.cases import case, expect_refusal
 from devicebridge.tests.comfy.diffusers_twins import make_twin
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae, make_video_vae
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES as NATIVE
@@ -231,7 +231,3 @@ def vae_names() -> None:
     expect_refusal(lambda: HostVae(object()), "not ComfyUI's own VAE")
     vae.first_stage_model.encoder.conv_in.forward = lambda x: x
     expect_refusal(lambda: HostVae(vae), "forward of the encoder's encoder.conv_in has been replaced")
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -17,10 +17,7 @@ from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.ranks.launching import ENVIRONMENT as RANKS
 from devicebridge.tests.ranks.launching import torchrun
 
-pytestmark = [
-    pytest.mark.comfy,
-    pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device"),
-]
+pytestmark = [pytest.mark.comfy, pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over loopback")]
 KNOWN = Path(__file__).parents[1] / "assets" / "native_ranks.json"
 NAMES = tuple(json.loads(KNOWN.with_name("native_training.json").read_text(encoding="utf-8")))
 # A buffer in the file; blocks of which only the parts are called; weights that are used before the forward.

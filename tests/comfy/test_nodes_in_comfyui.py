@@ -169,9 +169,8 @@ def test_an_example_means_its_api_twin(server: Server, name: str) -> None:
     events = [json.loads(line) for line in done.stdout.splitlines()]
     (prompt,) = (event["prompt"] for event in events if event["type"] == "prompt_preview")
     if os.environ.get("UPDATE_GOLDEN"):
-        text = json.dumps(
-            {key: {"class_type": kind, "inputs": given} for key, (kind, given) in _plain(prompt).items()}, indent=1
-        )
+        nodes = {key: {"class_type": kind, "inputs": given} for key, (kind, given) in _plain(prompt).items()}
+        text = json.dumps(nodes, indent=1)
         _twin_file(name).write_text(text + "\n", encoding="utf-8")
     assert _plain(prompt) == _plain(_api_twin(name))
 

@@ -143,9 +143,8 @@ def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(server, p
     assert (folder / "samples" / "000002_0.png").exists()
     source = _trained(server, name)[1]["devicebridge_text_source"]
     store = CacheStore(server.base / "output" / f"cache_{images.name}")
-    assert torch.equal(
-        store.get(comfy_text_key(prompt, source, weighs=True))["cond"], load_file(tmp_path / "text.st")["cond"][0]
-    )
+    found = store.get(comfy_text_key(prompt, source, weighs=True))["cond"]
+    assert torch.equal(found, load_file(tmp_path / "text.st")["cond"][0])
 
 
 def test_cancel_keeps_the_captions_that_are_done(server: Server, pipelines: dict[str, Path], images: Path) -> None:

@@ -99,9 +99,8 @@ def test_the_lora_is_byte_for_byte_that_of_the_command_line(server, comfyui, gra
     train_output = next(output for output in finished.outputs.values() if "lora" in output)
     (line,) = [text for text in train_output["text"] if "tensor parallel" in text]
     assert 'strategy of Train LoRA Across GPUs = "tensor"' in line and '"auto" is taken' in line
-    assert train_output["lora"] == [
-        {"filename": "same.safetensors", "subfolder": "devicebridge/same", "type": "output"}
-    ]
+    saved = {"filename": "same.safetensors", "subfolder": "devicebridge/same", "type": "output"}
+    assert train_output["lora"] == [saved]
 
 
 def test_the_cores_nodes_take_the_outputs(server: Server, graph: Any) -> None:

@@ -30,7 +30,7 @@ from devicebridge.nodes.types import TrainingDataset, TrainingModel
 from devicebridge.parallel.ranks.group import ALONE
 from devicebridge.tests.clips import save_image
 from devicebridge.tests.comfy import native_steps
-from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal, run_cases
+from devicebridge.tests.comfy.cases import FOLDER, case_of, expect_refusal
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import CARDS, difference, distance, put_lora, slopes_of, without_lora
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
@@ -135,9 +135,7 @@ def central_differences(bench: Bench) -> None:
     with bench.trainer("differences", _PLAIN) as trainer:
         slope = slopes_of(trainer)
         parts = {name.split(".")[1] for name in trainer.lora.parameters() if name.startswith("text_encoders.")}
-        assert parts == (
-            {"clip_l", "clip_g"} if bench.kind == "sdxl" else {"clip_l"} if bench.kind == "sd15" else {"clip_h"}
-        )
+        assert parts == {"sdxl": {"clip_l", "clip_g"}, "sd15": {"clip_l"}, "sd2": {"clip_h"}}[bench.kind]
         for part in (*(f"text_encoders.{each}." for each in parts), ""):
             own = {name: each for name, each in grads.items() if name.startswith(part)}
             length = sum(float(each.double().norm()) ** 2 for each in own.values()) ** 0.5
@@ -326,7 +324,3 @@ def text_encoders(name: str) -> None:
             same_from_nodes, started,
         ):  # fmt: skip
             step(bench)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -135,9 +135,8 @@ def on_two(folder, alone, on_four):
     with emulated_cards():
         run_steps(before, 2)
     after = dataclasses.replace(before, parallel=dataclasses.replace(before.parallel, strategy="fsdp"))
-    save_job(
-        dataclasses.replace(after, split=dataclasses.replace(after.split, devices=("cpu",))), folder / "changed.toml"
-    )
+    there = dataclasses.replace(after.split, devices=("cpu",))
+    save_job(dataclasses.replace(after, split=there), folder / "changed.toml")
     plan = [{"job": file, "compiler": "fails" if "broken" in name else "works"} for name, (_, file) in jobs.items()]
     if LONG:
         plan += [{"job": folder / "chain.toml", "resume": True, "stop": SPLIT_AT[1] - SPLIT_AT[0]}]

@@ -26,12 +26,11 @@ def _config(model):
     return json.dumps({k: v for k, v in model.config.items() if not k.startswith("_")}, sort_keys=True)
 
 
-def _save_pipeline(folder, name, dtype=torch.float32, index=None, **options):
+def _save_pipeline(folder, name, dtype=torch.float32, **options):
     model = TINY[name].make_model().to(dtype)
     model.save_pretrained(folder / "transformer", **options)
-    (folder / "model_index.json").write_text(
-        json.dumps({"_class_name": "Any", "transformer": ["diffusers", type(model).__name__], **(index or {})})
-    )
+    index = {"_class_name": "Any", "transformer": ["diffusers", type(model).__name__]}
+    (folder / "model_index.json").write_text(json.dumps(index))
     return model
 
 
@@ -41,9 +40,8 @@ def _save_pipeline(folder, name, dtype=torch.float32, index=None, **options):
 def test_a_folder_loads_as_from_pretrained_loads_it(name, saved, dtype, tmp_path):
     _save_pipeline(tmp_path, name, saved)
     info = read_checkpoint(tmp_path)
-    reference = type(TINY[name].make_model()).from_pretrained(
-        tmp_path, subfolder="transformer", torch_dtype=dtype, local_files_only=True
-    )
+    diffusers_class, kept = type(TINY[name].make_model()), {"torch_dtype": dtype, "local_files_only": True}
+    reference = diffusers_class.from_pretrained(tmp_path, subfolder="transformer", **kept)
     model = load_transformer(info, cpu, dtype)
     assert_same_model(model, reference)
     assert _config(model) == _config(reference)
@@ -138,9 +136,8 @@ def test_published_models_are_recognised_by_their_header(family_name, variant_na
         twin = "wan2.2-i2v-a14b-high" if "i2v" in variant_name else "wan2.1-t2v-14b"
     assert (info.family, info.layout, info.variant.name) == (family, layout, twin)
     assert read_checkpoint(file, variant=variant_name).variant == variant
-    assert sum(torch.Size(r.shape).numel() for r in info.tensors.values()) == sum(
-        p.numel() for p in make_empty_transformer(info).parameters()
-    )
+    sizes = sum(torch.Size(record.shape).numel() for record in info.tensors.values())
+    assert sizes == sum(parameter.numel() for parameter in make_empty_transformer(info).parameters())
 
 
 def test_one_tensor_at_a_time_goes_to_its_device(tmp_path, monkeypatch):
@@ -211,9 +208,8 @@ def _write_pair(folder, variant, monkeypatch, **more):
     """Both experts; returns what their model_index.json has without more."""
     index = {each: ["diffusers", "W"] for each in ("transformer", "transformer_2")}
     for each in index:
-        _write_full_folder(
-            folder / each, FAMILIES["wan"], FAMILIES["wan"].variant(variant).transformer_config, monkeypatch
-        )
+        config = FAMILIES["wan"].variant(variant).transformer_config
+        _write_full_folder(folder / each, FAMILIES["wan"], config, monkeypatch)
     (folder / "model_index.json").write_text(json.dumps({**index, **more}))
     return index
 
@@ -327,10 +323,7 @@ LORA_NAMES = [f"diffusion_model.blocks.{i}.self_attn.q.lora_{k}.weight" for i in
 FOREIGN = {
     "lora": (_tensors(*LORA_NAMES), r"is a LoRA file: 3 lora_A tensors"),
     "kohya": (_tensors("lora_unet_blocks_0_x.lora_down.weight"), r"is a LoRA file: 1 lora_down tensors"),
-    "fp8": (
-        _tensors("double_blocks.0.img_attn.qkv.weight", dtype=torch.float8_e4m3fn),
-        "holds 1 tensors of no known model",
-    ),
+    "fp8": (_tensors("double_blocks.0.img_attn.qkv.weight", dtype=torch.float8_e4m3fn), "1 tensors of no known model"),
     "nvfp4": (
         {**_tensors("img_in.weight", dtype=torch.uint8), **_tensors("img_in.weight_scale_2")},
         r"quantized weights of nvfp4 \(1 tensors, e.g. img_in.weight_scale_2\); .*use such a file, or the bf16 file",
@@ -359,10 +352,7 @@ FOREIGN = {
 
 
 DAMAGED = {
-    "header.safetensors": (
-        lambda: safetensors.torch.save(_tensors("img_in.weight"))[:30],
-        "is cut short inside its header",
-    ),
+    "head.safetensors": (lambda: safetensors.torch.save(_tensors("img_in.weight"))[:30], "cut short inside its header"),
     "nothing.safetensors": (lambda: b"", r"\(0 bytes\) is not a safetensors file"),
     "noise.safetensors": (lambda: b"\xff" * 200, "is not a safetensors file"),
     "nojson.safetensors": (lambda: struct.pack("<Q", 9) + b"{{{{{{{{{", "its header is no JSON"),
@@ -396,9 +386,7 @@ FOLDERS = {
     "several": (
         lambda folder: [save_file(_tensors("x"), folder / f"{name}.safetensors") for name in "ab"],
         "holds 2 models: a.safetensors, b.safetensors; name one of them"),
-    "no transformer": (
-        _folder_with({"model_index.json": {}, "unet/config.json": {}}), "has no transformer folder; it has"
-    ),
+    "no transformer": (_folder_with({"model_index.json": {}, "unet/config.json": {}}), "no transformer folder; it has"),
     "quantized": (
         _folder_with({"config.json": {"quantization_config": {"quant_method": "bitsandbytes"}}}),
         r"is quantized \(bitsandbytes\)",

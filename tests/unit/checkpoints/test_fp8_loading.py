@@ -1,8 +1,6 @@
 """8 bits while loading: each layer is quantized as it arrives. The result: test_quantized_files.py."""
 
 import gc
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +13,6 @@ from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def _checkpoint(folder: Path, name: str) -> Any:
-    model = TINY[name].make_model().to(torch.bfloat16)
-    model.save_pretrained(folder / "transformer", max_shard_size="300KB")  # several files: a layer may lie in two
-    index = {"_class_name": "Any", "transformer": ["diffusers", type(model).__name__]}
-    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
-    return read_checkpoint(folder)
 
 
 class _Scale(TorchDispatchMode):
@@ -60,7 +50,9 @@ def test_no_card_holds_more_than_the_result_and_one_layer(scheme, tmp_path, monk
     """With pieces as small beside these layers as the real ones are beside FLUX.2's."""
     piece = 512
     monkeypatch.setattr(eight_bit, "_PIECE", piece)
-    info = _checkpoint(tmp_path, "flux2")
+    model = TINY["flux2"].make_model().to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="300KB")  # several files: a layer may lie in two
+    info = read_checkpoint(tmp_path)
     with emulated_cards(2):
         plain, _, whole = _load(info, None)
         largest = max(p.nbytes for p in plain.parameters())

@@ -234,9 +234,8 @@ def _load_in_diffusers(case):
     model = _make_model(case.name)
     parts = [folder for encoder in TINY[case.name].encoders for folder in encoder[2:]]
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = getattr(diffusers, TINY[case.name].pipeline_class)(
-        scheduler=scheduler, transformer=model, vae=None, **dict.fromkeys(parts)
-    )
+    pipeline_class = getattr(diffusers, TINY[case.name].pipeline_class)
+    pipeline = pipeline_class(scheduler=scheduler, transformer=model, vae=None, **dict.fromkeys(parts))
     pipeline.load_lora_weights(case.file())
     weights = {}
     for name, module in model.named_modules():

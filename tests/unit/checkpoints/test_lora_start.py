@@ -38,13 +38,13 @@ def _file(name: str, handle: LoraHandle, layout: Any) -> dict[str, Tensor]:
     return make_lora_tensors(FAMILIES[name], layout, handle.tensors(), handle.tensors_for_comfyui(), ALPHA, RANK)
 
 
-def _linears(model: nn.Module) -> dict[str, tuple[int, int]]:
+def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def _read(path: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     save_file(tensors, path)
-    return read_start(path, FAMILIES[name], _linears(TINY[name].make_model()))
+    return read_start(path, FAMILIES[name], linears(TINY[name].make_model()))
 
 
 def _started(name: str, layers: dict[str, dict[str, Tensor]], **settings: Any) -> nn.Module:
@@ -137,9 +137,8 @@ def test_other_kinds_go_on_from_their_own_files_and_no_other_cut(settings: dict[
     assert torch.allclose(_output("wan", started), _output("wan", model), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(_output("wan", TINY["wan"].make_model()), _output("wan", model), rtol=1e-2)
     with pytest.raises(ValueError, match=r"set lora\.factor and lora\.rank"):
-        _started(
-            "wan", layers, **settings, alpha=ALPHA, **{"rank": RANK, "factor": 2} if "lokr" in settings.values() else {}
-        )
+        sides = {"rank": RANK, "factor": 2} if "lokr" in settings.values() else {}
+        _started("wan", layers, **settings, alpha=ALPHA, **sides)
     with pytest.raises(ValueError, match=f'is of lora.kind = "{settings["kind"]}"'):
         _started("wan", layers)
 

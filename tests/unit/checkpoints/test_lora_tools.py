@@ -75,9 +75,8 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     """Two files of one model, of other ranks, alphas and number types; some layers are in one alone."""
     one = {**_layer(X, 1), **_layer("diffusion_model.only_one", 3, alpha=None), **_kernels("lora_unet_conv", 5)}
     two = {**_layer(X, 11, rank=5, alpha=20.0), **_layer("lora_te_text", 13), **_kernels("lora_unet_conv", 15, 9.0)}
-    return _file(tmp_path / "one.safetensors", one, {"ss_network_dim": "3", "a": "b"}), _file(
-        tmp_path / "two.safetensors", two
-    )
+    first = _file(tmp_path / "one.safetensors", one, {"ss_network_dim": "3", "a": "b"})
+    return first, _file(tmp_path / "two.safetensors", two)
 
 
 def test_a_merge_is_the_weighted_sum(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -154,9 +153,8 @@ def _models(
     tuned = {name: each.clone() for name, each in base.items()}
     for seed, name in enumerate(["blocks.0.a.weight", "blocks.0.conv.weight"], 10):
         rows, columns = tuned[name].flatten(1).shape
-        tuned[name] = tuned[name].float() + (_noise(seed, rows, rank) @ _noise(seed + 5, rank, columns)).view_as(
-            tuned[name]
-        )
+        change = _noise(seed, rows, rank) @ _noise(seed + 5, rank, columns)
+        tuned[name] = tuned[name].float() + change.view_as(tuned[name])
     tuned = {name: each.to(types[0]) for name, each in tuned.items()}
     tuned["blocks.0.norm.weight"] = tuned["blocks.0.norm.weight"] + 1
     for name, tensors in (("base", base), ("tuned", tuned)):
@@ -167,9 +165,7 @@ def _models(
 
 @pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("rank", [2, 4])
-def test_a_lora_of_two_models_is_the_best_of_its_rank(
-    rank: int, types: tuple[torch.dtype, torch.dtype], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lora_of_two_models_is_the_best_of_its_rank(rank, types, tmp_path, capsys):
     tuned, base, changes = _models(tmp_path, types)
     out = tmp_path / "lora.safetensors"
     _run("extract", tuned, base, "--rank", rank, "--dtype", "float32", "-o", out)
@@ -226,9 +222,7 @@ def _other(kind: str, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Ten
     if kind == "LoKr, cut":
         parts["lokr_w2_a"], parts["lokr_w2_b"] = _noise(4, 4, 2), _noise(5, 2, 5)
         del parts["lokr_w2"]
-        change = (
-            7 / 2 * torch.kron(*(each.double() for each in (parts["lokr_w1"], parts["lokr_w2_a"] @ parts["lokr_w2_b"])))
-        )
+        change = 3.5 * torch.kron(parts["lokr_w1"].double(), (parts["lokr_w2_a"] @ parts["lokr_w2_b"]).double())
     if kind.startswith("DoRA"):
         parts = {"lora_A.weight": _noise(6, 3, 20), "lora_B.weight": _noise(7, 12, 3), "alpha": torch.tensor(1.5)}
         change = 0.5 * parts["lora_B.weight"].double() @ parts["lora_A.weight"].double()
@@ -276,9 +270,7 @@ def test_other_kinds_are_scaled_as_they_are_and_shown_with_their_norms(kind, tmp
     out, needs_base = tmp_path / "b.safetensors", kind == "OFT" or kind.startswith("Do")
     assert main(["lora", "scale", str(source), "--by", "0.5", "-o", str(out)]) == (2 if needs_base else 0)
     message = capsys.readouterr().err
-    assert not needs_base or all(
-        each in message for each in (str(source), X, kind.partition(" ")[0], "--base", "merge")
-    )
+    assert not needs_base or all(e in message for e in (str(source), X, kind.partition(" ")[0], "--base", "merge"))
     (layer,) = _facts(source, capsys)["layers"]
     assert (layer["kind"], layer["size"]) == (kind.split(" of")[0].split(",")[0], [12, 0 if kind == "OFT" else 20])
     if needs_base:
@@ -313,9 +305,7 @@ def _oddities(tmp_path: Path) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
     eight_bit = _file(tmp_path / "eight.safetensors", eight)
     zeros = _file(tmp_path / "zeros.safetensors", {f"{X}.weight": torch.zeros(12, 20), "b.weight": torch.ones(4, 4)})
     fewer = _file(tmp_path / "fewer.safetensors", dict(list(load_file(base).items())[1:]))
-    unet = _file(
-        tmp_path / "unet.safetensors", {"conv_in.weight": torch.ones(8, 4, 3, 3), "b.weight": torch.ones(4, 4)}
-    )
+    unet = _file(tmp_path / "sd.safetensors", {"conv_in.weight": torch.ones(8, 4, 3, 3), "b.weight": torch.ones(4, 4)})
     out = ["-o", tmp_path / "out.safetensors"]
     return {
         **{f"merge {k}": (["merge", good, files[k], *out], (str(files[k]), X)) for k in ("dora", "lokr", "wide")},

@@ -264,9 +264,8 @@ def test_a_gguf_file_is_the_model_that_its_plain_weights_are(name: str, tmp_path
     """Under its maker's names, so that rows of q, k and v are cut from one packed matrix, and halves change places."""
     written, meaning = {}, {}
     for number, (key, tensor) in enumerate(_tensors(name, "original").items()):
-        written[f"model.diffusion_model.{key}"], meaning[key] = pack(
-            key, tensor, ("Q8_0", "Q4_1")[number // 2 % 2], number
-        )
+        kind = ("Q8_0", "Q4_1")[number // 2 % 2]
+        written[f"model.diffusion_model.{key}"], meaning[key] = pack(key, tensor, kind, number)
     info = read_checkpoint(write_gguf(tmp_path / "model.gguf", written))
     assert info.family.name == name and {"Q8_0", "Q4_1"} == info.quantized_types.keys()
     plain = _write_plain(tmp_path / "plain.safetensors", meaning)

@@ -186,9 +186,7 @@ RENAMED = [
 
 
 @pytest.mark.parametrize(("old_section", "old_key", "old", "section", "key", "value"), RENAMED)
-def test_an_older_key_means_the_same_and_is_named_once(
-    tmp_path, caplog, old_section, old_key, old, section, key, value
-):
+def test_an_older_key_means_the_same_and_is_said_once(tmp_path, caplog, old_section, old_key, old, section, key, value):
     expected = make_job(_with(section, **{key: value}))
     save_job(expected, tmp_path / "job.toml")
     text = (tmp_path / "job.toml").read_text()

@@ -64,9 +64,7 @@ def test_a_caption_is_written_beside_its_image_and_what_is_none_is_refused(folde
             write_caption(folder / "c.png", text, {""})
 
 
-def test_what_is_decoded_counts_of_a_jpeg_and_the_header_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_decoded_counts_of_a_jpeg_and_the_header_of_others(tmp_path, monkeypatch):
     monkeypatch.setattr(caption_files, "MOST_SHOWN", 200 * 150)
     for kind in ("jpg", "png"):
         Image.new("RGB", (1600, 1200)).save(tmp_path / f"a.{kind}")

@@ -501,10 +501,7 @@ def _captions(root, text, folder=None, **options):
         ("a OHWX dog", {"trigger_word": "ohwx"}, "a OHWX dog"),
         ("a [trigger] dog", {"trigger_word": "ohwx"}, "a ohwx dog"), ("", {"trigger_word": "ohwx"}, "ohwx"),
         (None, {"trigger_word": "ohwx"}, "ohwx"),
-        (
-            "a dog", {"trigger_word": "ohwx", "caption_template": "photo of {trigger}, {caption}"},
-            "photo of ohwx, a dog",
-        ),
+        ("a dog", {"trigger_word": "ohwx", "caption_template": "art of {trigger}, {caption}"}, "art of ohwx, a dog"),
         ("", {"trigger_word": "ohwx", "caption_template": "photo of {trigger}, {caption}"}, "photo of ohwx"),
         ("a {trigger}", {"trigger_word": "ohwx", "caption_template": "{caption} {trigger}"}, "a {trigger} ohwx"),
         ("a dog", {"trigger_word": "ohwx", "folder": {"regularisation": True}}, "a dog"),

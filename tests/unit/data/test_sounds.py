@@ -124,9 +124,8 @@ def test_songs_are_cut_and_have_what_is_said_of_them(tmp_path: Path):
     save_sound(tmp_path / "a.wav", wave(1.03, RATE), RATE)
     save_sound(tmp_path / "b.mp3", wave(0.3, 44100), 44100)
     (tmp_path / "a.caption.txt").write_text("one, two")
-    (tmp_path / "a.json").write_text(
-        json.dumps({"bpm": "120", "timesignature": "3/4", "language": "ja", "lyrics": "x"})
-    )
+    song = {"bpm": "120", "timesignature": "3/4", "language": "ja", "lyrics": "x"}
+    (tmp_path / "a.json").write_text(json.dumps(song))
     (tmp_path / "a.lyrics").write_text("la\nla\n")
     (tmp_path / "b.json").write_text(json.dumps({"caption": "three", "keyscale": "D major", "bpm": None}))
     whole = _scan(tmp_path, trigger_word="ohwx")

@@ -37,9 +37,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def encoders(tmp_path):
     folder = tmp_path / "encoders"
     for kind, spec in (("clip", CLIP), ("t5", T5), ("qwen3", QWEN3)):
-        save_tiny_text_encoder(
-            folder, kind, 16, 2, encoder_name=spec.folder, tokenizer_name=spec.tokenizer_folder, max_length=24
-        )
+        names = {"encoder_name": spec.folder, "tokenizer_name": spec.tokenizer_folder}
+        save_tiny_text_encoder(folder, kind, 16, 2, **names, max_length=24)
     return folder
 
 
@@ -217,9 +216,7 @@ def test_a_vae_that_leaves_frames_out_is_refused(vae_folder, tmp_path):
         _encode_images([clip], vae_folder, CacheStore(tmp_path / "cache"), family=family)
 
 
-def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_pass_kept(
-    encoders, tmp_path, monkeypatch
-):
+def test_captions_that_give_no_finite_states_are_named_and_others_of_their_pass_kept(encoders, tmp_path, monkeypatch):
     """A streamed pass of five, two of them bad."""
     bad, store = CAPTIONS[1:3], CacheStore(tmp_path / "cache")
     together = TextEncoder.encode_batch

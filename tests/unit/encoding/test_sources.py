@@ -76,9 +76,7 @@ def test_texts_are_kept_as_they_came_and_encoded_once(tmp_path):
     for caption, key in keys.items():
         states, options = StubClip().encode(caption)[0]
         entry = store.get(key)
-        assert torch.equal(entry["cond"], states[0]) and torch.equal(
-            entry["pooled_output"], options["pooled_output"][0]
-        )
+        assert torch.equal(entry["cond"], states[0]) and torch.equal(entry["pooled_output"], *options["pooled_output"])
     again = StubClip()
     assert fill(CAPTIONS, _texts(again), store) == keys and not again.texts and not again.released
     edited = StubClip()
@@ -127,9 +125,7 @@ def clips(requests):
     return [ImageRequest(str(folder), *size, tuple(range(9))), ImageRequest(str(folder), *size, (0, 2, 4, 6, 8))]
 
 
-def test_images_and_clips_reach_the_vae_as_a_batch_of_frames_and_other_frames_are_another_entry(
-    requests, clips, tmp_path
-):
+def test_images_and_clips_reach_the_vae_as_frames_and_other_frames_are_another_entry(requests, clips, tmp_path):
     """As core's nodes hand them to VAEEncode: [F, height, width, 3]."""
     store, vae, asked = CacheStore(tmp_path / "cache"), StubVideoVae(), []
 

@@ -105,9 +105,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     if os.name == "nt":
         pytest.skip("the make-believe client is a script with a shebang")
     (program := tmp_path / "bin" / "comfy").parent.mkdir()
-    (tmp_path / "workflow.json").write_text(
-        json.dumps({"3": {"class_type": "Train", "inputs": {"steps": 5, "model": ["1", 0]}}})
-    )
+    graph = {"3": {"class_type": "Train", "inputs": {"steps": 5, "model": ["1", 0]}}}
+    (tmp_path / "workflow.json").write_text(json.dumps(graph))
 
     def install(ending: str) -> Path:
         program.write_text(FAKE_CLIENT.format(python=sys.executable, ending=ending))
@@ -264,9 +263,7 @@ def started(tmp_path: Path, comfyui: Path, install: Any) -> Iterator[subprocess.
         process.kill()
 
 
-@pytest.mark.parametrize(
-    "name", ["SIGINT", *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGHUP"))]
-)
+@pytest.mark.parametrize("name", ["SIGINT", *(pytest.param(e, marks=pytest.mark.long) for e in ("SIGTERM", "SIGHUP"))])
 def test_a_signal_cancels_the_prompt_and_ends_what_was_started(tmp_path, comfyui, started, name):
     (comfyui / "saving").touch()
     started.send_signal(getattr(signal, name))

@@ -15,6 +15,7 @@ from devicebridge.jobs.job import run_job
 from devicebridge.jobs.resume import next_run
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import (
+    assert_same_run,
     encoded_before,
     make_tiny_job,
     plain_losses,
@@ -128,8 +129,7 @@ def test_a_crash_of_a_continued_run_is_resumed_as_that_run_and_the_old_one_is_st
     assert found.step == 3 and found.losses[BEGUN] == straight.losses[BEGUN], "one step at the old rate came before"
     (_newest(job) / "state.json").unlink()  # the newest is gone: the one before is of both runs
     back = run_job(begun, resume=True)
-    assert back.losses == straight.losses and back.lora_path and straight.lora_path
-    assert back.lora_path.read_bytes() == straight.lora_path.read_bytes()
+    assert_same_run(back, straight)
 
 
 def test_what_a_lora_is_and_its_base_model_cannot_be_changed(begun):
@@ -180,7 +180,6 @@ def _on_cards(tmp_path: Path, run: str, count: int, **sections: dict[str, Any]) 
 def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path, first):
     """Also where the cards of before are gone, and with another schedule of microbatches."""
     straight = run_on_cards(_on_cards(tmp_path, "straight", first))
-    assert straight.lora_path is not None
     for count in {1, 2, 3} - {first}:
         run_steps(_on_cards(tmp_path, f"to_{count}", first), cards=3)
         other = _on_cards(tmp_path, f"to_{count}", count)
@@ -188,8 +187,7 @@ def test_a_split_by_blocks_resumes_on_other_cards_with_the_same_bytes(tmp_path, 
         found = run_on_cards(other, count, resume=True, on_event=seen.append)
         loading = next(each.values for each in seen if each.values.get("name") == "loading")
         assert {device for device, _ in loading["blocks"]} == {f"lazy:{index}" for index in range(count)}
-        assert found.losses == straight.losses and found.lora_path is not None
-        assert found.lora_path.read_bytes() == straight.lora_path.read_bytes()
+        assert_same_run(found, straight)
         assert len(_what(other)) == 1 + (count < first) and all("bit for bit" in line for line in _what(other))
 
 

@@ -16,7 +16,7 @@ from devicebridge.parallel.local.data_parallel import DataParallel
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.planning.cards import Card
 from devicebridge.tests.emulated import CARDS, emulated_cards
-from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards, run_steps
+from devicebridge.tests.tiny_pipeline import assert_same_run, make_cards_job, run_on_cards, run_steps
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 
@@ -52,8 +52,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
     run_steps(job, cards=3)
     # "auto" keeps what the run began with
     resumed = run_on_cards(dataclasses.replace(job, parallel=ParallelConfig(strategy="auto")), resume=True)
-    assert resumed.losses == straight.losses
-    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+    assert_same_run(resumed, straight)
 
 
 def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypatch):

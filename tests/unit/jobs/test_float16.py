@@ -76,9 +76,7 @@ class _Overflows(LossScale):
         return gradient * math.inf if self.factor == 2.0**16 else super().scaled(gradient)
 
 
-def test_a_step_that_overflows_is_left_out_and_a_resumed_run_goes_on_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_overflows_is_left_out_and_a_resumed_run_goes_on_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "LossScale", _Overflows)
     train = {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}
     sections = {"train": train, "split": TWO, "parallel": {"strategy": "data"}}
@@ -93,9 +91,7 @@ def test_a_step_that_overflows_is_left_out_and_a_resumed_run_goes_on_alike(
 
 
 @pytest.mark.parametrize("strategy", ["none", "pipeline", "data"])
-def test_a_forward_beyond_the_range_ends_the_run_by_name_and_float32_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def test_a_forward_beyond_the_range_ends_the_run_by_name_and_float32_goes_on(tmp_path, monkeypatch, strategy):
     """As activations do: 70000 is inf in float16, and the scale cannot help."""
     own, calls = loop.Objective.loss, itertools.count(1)
 
@@ -165,13 +161,9 @@ def test_what_float16_is_not_for_is_refused_by_name(tmp_path: Path) -> None:
         ("AMD Radeon RX 7900 XTX", 11, "gfx1100", True, True),
     ],
 )  # fmt: skip
-def test_cards_say_what_they_compute_in(
-    name: str, major: int, arch: str, bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cards_say_what_they_compute_in(name, major, arch, bf16, fp16, monkeypatch):
     properties = SimpleNamespace(name=name, major=major, gcnArchName=arch)
-    monkeypatch.setattr(
-        devices, "device_module", lambda device: SimpleNamespace(get_device_properties=lambda d: properties)
-    )
+    monkeypatch.setattr(devices, "device_module", lambda _: SimpleNamespace(get_device_properties=lambda _: properties))
     monkeypatch.setattr(torch.version, "hip", "6.4" if arch else None)
     card = torch.device("cuda", 0)
     assert (devices.has_bf16(card), devices.has_fp16(card)) == (bf16, fp16)

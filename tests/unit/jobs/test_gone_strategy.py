@@ -20,7 +20,7 @@ from devicebridge.planning.dry_run import Work
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.plans import GB, MadeUpCosts, make_cards, make_plan_job, published_info
-from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards
+from devicebridge.tests.tiny_pipeline import assert_same_run, make_cards_job, run_on_cards
 from devicebridge.training.state import list_checkpoints, load_checkpoint, save_checkpoint
 from torch import nn
 
@@ -55,8 +55,7 @@ def test_a_run_by_tensor_goes_on_over_the_same_cards(tmp_path, strategy, caplog)
     assert len(lines) == 1 and job.output.folder in lines[0] and f'"{strategy}"' in lines[0]
     loading = next(each.values for each in seen if each.values.get("name") == "loading")
     assert [device for device, _ in loading["blocks"]] == _CARDS
-    assert resumed.losses == straight.losses
-    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+    assert_same_run(resumed, straight)
 
 
 def test_a_job_file_that_asks_for_tensor_is_run_by_auto(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,9 +81,7 @@ def test_what_is_written_lies_in_no_folder_that_is_read(ours: str, theirs: str, 
 def test_a_folder_that_is_read_by_a_link_is_what_it_leads_to(folder: Path) -> None:
     (folder / "link").symlink_to(folder / "data")
     with pytest.raises(ValueError, match=r"^cache\.folder .*link"):
-        refuse_overlaps(
-            _job(folder, data__folders=[{"path": str(folder / "link")}], cache__folder=str(folder / "data"))
-        )
+        refuse_overlaps(_job(folder, data__folders=[{"path": f"{folder}/link"}], cache__folder=str(folder / "data")))
 
 
 @pytest.mark.parametrize("ours", ["output.folder", "cache.folder"])
@@ -137,9 +135,7 @@ def test_the_lora_is_not_written_over_a_file_that_is_read(key: str, folder: Path
 
 
 def test_folders_beside_each_other_are_taken(folder: Path) -> None:
-    refuse_overlaps(
-        _job(folder, model__path=str(folder / "model" / "a.safetensors"), cache__folder=str(folder / "model"))
-    )
+    refuse_overlaps(_job(folder, model__path=f"{folder}/model/a.safetensors", cache__folder=str(folder / "model")))
     refuse_overlaps(_job(folder, model__path="name.safetensors", output__folder=str(folder)))
 
 

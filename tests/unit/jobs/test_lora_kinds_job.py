@@ -13,7 +13,7 @@ from devicebridge.jobs.job import check_job
 from devicebridge.jobs.read_job import read_job
 from devicebridge.jobs.resume import TrainingResult
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards, run_steps, save_tiny_dataset
+from devicebridge.tests.tiny_pipeline import assert_same_run, make_cards_job, run_on_cards, run_steps, save_tiny_dataset
 from devicebridge.training.state import load_checkpoint, save_checkpoint
 from safetensors.torch import load_file
 
@@ -43,11 +43,6 @@ def _stopped_and_resumed(job: JobConfig) -> TrainingResult:
     return run_on_cards(job, resume=True)
 
 
-def _bytes(result: TrainingResult) -> bytes:
-    assert result.lora_path is not None
-    return result.lora_path.read_bytes()
-
-
 @pytest.mark.usefixtures("tiny_weights_leave")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_alike_in_stages_and_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
@@ -63,7 +58,7 @@ def test_every_kind_trains_alike_in_stages_and_resumes_bit_for_bit(tmp_path: Pat
     copies = run_on_cards(_job(tmp_path, "copies", **sections, split=CARDS, parallel={"strategy": "data"}))
     assert copies.losses == pytest.approx(plain.losses, rel=1e-5)
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", **sections))
-    assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
+    assert_same_run(resumed, plain)
 
 
 def test_what_a_file_or_a_layout_has_no_place_for_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
@@ -106,7 +101,7 @@ def test_a_run_with_an_average_that_started_from_a_file_resumes_without_it(tmp_p
     run_steps(job, cards=3)
     copy.unlink()
     resumed = run_on_cards(job, resume=True)
-    assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
+    assert_same_run(resumed, straight)
 
 
 OPTIMIZERS = [
@@ -126,7 +121,7 @@ def test_every_optimizer_by_name_trains_and_resumes_bit_for_bit(tmp_path, optimi
     straight = run_on_cards(_job(tmp_path, "straight", "wan", **sections))
     assert len(set(straight.losses)) == 3
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
-    assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
+    assert_same_run(resumed, straight)
 
 
 def test_a_run_of_an_earlier_version_by_kahans_sums_goes_on_in_float32(tmp_path: Path) -> None:
@@ -167,7 +162,7 @@ def test_the_average_is_that_of_the_checkpoints_and_in_the_file_if_asked(tmp_pat
     assert torch.allclose(values[-1][f"ema.{module}.lora_B.default.weight"], expected, atol=1e-7)
     last = dataclasses.replace(job, output=dataclasses.replace(job.output, use_ema=False))
     of_average, of_last = (run_on_cards(each, resume=True) for each in (job, last))
-    assert _bytes(with_average) == _bytes(of_average)
+    assert_same_run(of_average, with_average)
     assert all(torch.equal(of_last.lora[name], tensor) for name, tensor in straight.lora.items())
     assert any(not torch.equal(of_average.lora[name], tensor) for name, tensor in straight.lora.items())
 

@@ -105,9 +105,7 @@ def test_weights_of_the_tail_and_what_it_is_given_do_not_matter() -> None:
         ("tokens", RowsError("of neither"), {"a": PLAN, "b": WHOLE_TEXT}), ("none", None, {"a": PLAN, "b": WHOLE_TEXT}),
     ],
 )  # fmt: skip
-def test_of_rows_that_were_derived_a_run_takes_those_of_its_own_inputs(
-    strategy: str, error: RowsError | None, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_rows_that_were_derived_a_run_takes_those_of_its_own_inputs(strategy, error, kept, monkeypatch):
     """The forward, as ComfyUI's class says which rows its inputs have; the first ones would be tried for all."""
     info, begun = make_published_info("flux2-klein-4b"), []
     rows = NativeModel("toy.Toy", ("blocks",), (), "a toy", derived_rows={"a": PLAN, "b": WHOLE_TEXT})

@@ -10,7 +10,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.local import bridge
 from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import make_cards_job, run_on_cards, run_steps
+from devicebridge.tests.tiny_pipeline import assert_same_run, make_cards_job, run_on_cards, run_steps
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 
@@ -27,15 +27,12 @@ def test_every_schedule_writes_the_same_lora_and_resumes_any_other(tmp_path):
     assert plain.status == "finished" and len(set(plain.losses)) == 3
     for schedule in ("auto", "pipeline"):
         found = run_on_cards(_job(tmp_path, schedule, parallel={"strategy": schedule}))
-        assert found.losses == plain.losses and found.eval_after == plain.eval_after
-        assert found.lora_path.read_bytes() == plain.lora_path.read_bytes()
+        assert_same_run(found, plain)
     job = _job(tmp_path, "stopped", parallel={"strategy": "pipeline"})
     run_steps(job, cards=2)
-    resumed = run_on_cards(
-        dataclasses.replace(job, parallel=ParallelConfig(strategy="pipeline", microbatches_ahead=3)), resume=True
-    )
-    assert resumed.losses == plain.losses and resumed.eval_before == plain.eval_before
-    assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    ahead = ParallelConfig(strategy="pipeline", microbatches_ahead=3)
+    resumed = run_on_cards(dataclasses.replace(job, parallel=ahead), resume=True)
+    assert_same_run(resumed, plain)
 
 
 def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
@@ -57,8 +54,7 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
     assert stopped.step == 1 and held[-1] > 0
     again = dataclasses.replace(job.train, offload_activations="off")
     resumed = run_on_cards(dataclasses.replace(job, train=again), resume=True)
-    assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after
-    assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    assert_same_run(resumed, plain)
     gc.collect()
     assert len(made) == 1 and made[0].host_bytes == 0
 

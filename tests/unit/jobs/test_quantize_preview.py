@@ -112,9 +112,7 @@ def stored(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
         ("none", False, "become bfloat16"),
     ],
 )
-def test_layers_that_a_file_holds_in_8_bits_stay_or_are_said_to_be_rounded_again(
-    stored: str, scheme: str, is_taken: bool, ending: str
-) -> None:
+def test_layers_that_a_file_holds_in_8_bits_stay_or_are_said_to_be_rounded_again(stored, scheme, is_taken, ending):
     count = sum(name.endswith("weight_scale") for name in load_file(next(Path(stored, "transformer").glob("*.s*"))))
     text = preview_model(ModelConfig(stored, quantize=scheme), CPU)
     assert (f"({count} as they were stored)" in text) == is_taken and count > 0

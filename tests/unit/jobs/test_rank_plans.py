@@ -10,7 +10,7 @@ import torch
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.cli.main import main
-from devicebridge.config.job import JobConfig, make_job, save_job
+from devicebridge.config.job import JobConfig, save_job
 from devicebridge.jobs.checked_job import Subject, held_bytes
 from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.ranks import plan_shared, resolve_here, share_of
@@ -18,6 +18,7 @@ from devicebridge.parallel.devices import CPU
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM
+from devicebridge.tests.plans import make_plan_job
 from devicebridge.tests.ranks.launching import ROOT
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from torch.torch_version import TorchVersion
@@ -39,13 +40,7 @@ def subject() -> Subject:
 
 
 def _job(scheme: str = "fp8-compute", **sections: dict) -> JobConfig:
-    values = {
-        "model": {"path": "flux2-dev", "quantize": scheme},
-        "data": {"folders": [{"path": "data"}], "resolutions": [512]},
-        "lora": {"rank": 32, "alpha": 32, "dtype": "bfloat16"}, "optimizer": {"name": "adamw"}, "train": {"steps": 5},
-        "output": {"folder": "run"},
-    }  # fmt: skip
-    return make_job({**values, **{name: {**values.get(name, {}), **each} for name, each in sections.items()}})
+    return make_plan_job(model={"quantize": scheme}, lora={"rank": 32, "dtype": "bfloat16"}, **sections)
 
 
 def test_sharing_out_tokens_is_refused_in_several_processes(subject: Subject) -> None:

@@ -36,9 +36,7 @@ def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     try:
-        owner = (
-            rf"run is in use by process {process.pid} on {socket.gethostname()}, since \d{{4}}-.*; wait for that run"
-        )
+        owner = rf"run is in use by process {process.pid} on {socket.gethostname()}, since \d{{4}}-.*; wait for that"
         with pytest.raises(RuntimeError, match=owner), run_lock(tmp_path / "run"):
             pass
     finally:

@@ -97,9 +97,7 @@ def _other_mask(found):
 
 OTHERS = {
     "an image fewer": lambda found: dataclasses.replace(found, samples=found.samples[:2]),
-    "another order": lambda found: dataclasses.replace(
-        found, samples=[found.samples[1], found.samples[0], found.samples[2]]
-    ),
+    "another order": lambda found: dataclasses.replace(found, samples=[found.samples[n] for n in (1, 0, 2)]),
     "another image": _first(latents_key="k9"),
     "another caption": _first(text_keys=(("t2", "c0"), ("t0",))),
     "another weight of its loss": _first(loss_weight=0.3), "no mask": _first(mask_path=None),

@@ -112,9 +112,8 @@ def test_the_first_latents_are_given_and_left_out_of_the_loss(tmp_path):
     noise = torch.randn(latents.shape, generator=generator)
     noisy = add_noise(latents, noise, sigmas)
     noisy[:, :, 0] = latents[:, :, 0]
-    timesteps = torch.stack(
-        [torch.cat([torch.zeros(n := latents[0, 0, 0].numel() // 4), s.expand(2 * n)]) for s in sigmas]
-    )
+    count = latents[0, 0, 0].numel() // 4
+    timesteps = torch.stack([torch.cat([torch.zeros(count), s.expand(2 * count)]) for s in sigmas])
     model = TINY["wan"].make_model(**TINY["wan"].encoder_widths)
     with torch.no_grad():
         output = model(noisy, timesteps * 1000, batch.text["prompt_embeds"], return_dict=False)[0]
@@ -201,9 +200,8 @@ def test_clips_of_a_stock_vae_are_trained_on_as_those_of_the_models_own(tmp_path
     for file in (tmp_path / "data").glob("image_*") if is_given else ():
         file.unlink()
     own_job, encoders = _stock_job(tmp_path, **settings)
-    stock_job, _ = _stock_job(
-        tmp_path, **settings, cache={"latent_source": HostLike.fingerprint}, output={"folder": str(tmp_path / "stock")}
-    )
+    sections = {"cache": {"latent_source": HostLike.fingerprint}, "output": {"folder": str(tmp_path / "stock")}}
+    stock_job, _ = _stock_job(tmp_path, **settings, **sections)
     stock, own = _cached(stock_job, encoders), _cached(own_job, ComfyEncoders())
     assert encoders.vae.num_encoded == len(stock.samples) == len(own.samples) >= 3
     for index in range(len(own.samples)):

@@ -57,9 +57,7 @@ def test_a_caption_that_a_page_saves_while_the_node_writes_stays(nodes, folder, 
 def test_one_text_that_cannot_be_written_keeps_no_other_back(nodes: ModuleType, folder: Path) -> None:
     (folder / "d.png").write_bytes((folder / "a.png").read_bytes())
     files = [str(folder / f"{name}.png") for name in "acd"]
-    with pytest.raises(
-        ValueError, match=r"1 captions were written, 1 could not be:\n.*a\.png: .* 8000 characters"
-    ) as told:
+    with pytest.raises(ValueError, match=r"1 captions were written, 1 could not be:\n.*a\.png: .* 8000 ") as told:
         nodes.WriteCaptions.execute(dataset=[_dataset(nodes, folder)], caption=["x" * 8001, "blue", None], file=files)
     assert "c.png" not in str(told.value)
     assert {path.name: path.read_text() for path in folder.glob("*.txt")} == {"b.txt": "mine", "c.txt": "blue\n"}
@@ -89,9 +87,8 @@ def test_files_that_are_not_of_the_dataset_are_refused_before_any_is_written(nod
     Image.new("RGB", (8, 8)).save(outside)
     for name in (str(outside), "a.png", str(folder / ".." / "dogs" / "a.png"), str(folder / "a.txt")):
         with pytest.raises(ValueError, match="is none of this dataset"):
-            nodes.WriteCaptions.execute(
-                dataset=[_dataset(nodes, folder)], caption=["x", "y"], file=[str(folder / "a.png"), name]
-            )
+            files = [str(folder / "a.png"), name]
+            nodes.WriteCaptions.execute(dataset=[_dataset(nodes, folder)], caption=["x", "y"], file=files)
     with pytest.raises(ValueError, match="1 captions came for 2 images"):
         nodes.WriteCaptions.execute(dataset=[_dataset(nodes, folder)], caption=["x"], file=["a", "b"])
     assert not (folder / "a.txt").exists() and not outside.with_suffix(".txt").exists()

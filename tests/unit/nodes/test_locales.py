@@ -29,9 +29,7 @@ def _texts_of(schema: Any) -> dict[str, Any]:
         each.id: {"name": each.options.get("display_name") or each.id, "tooltip": each.options["tooltip"]}
         for each in schema.inputs
     }
-    outputs = {
-        str(index): {"name": each.display_name, "tooltip": each.tooltip} for index, each in enumerate(schema.outputs)
-    }
+    outputs = {str(n): {"name": each.display_name, "tooltip": each.tooltip} for n, each in enumerate(schema.outputs)}
     texts = {"display_name": schema.display_name, "description": schema.description}
     return {**texts, "inputs": inputs, "outputs": outputs}
 

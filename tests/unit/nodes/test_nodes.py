@@ -289,9 +289,7 @@ def test_an_evaluation_folder_that_would_lack_references_is_refused_with_what_ca
     for name in ("dogs", "before", "held_out"):
         _make_images(host.root / "input" / name, 2)
     asked = {"condition": "kontext", "references": "before", "evaluation_folder": "held_out"}
-    with pytest.raises(
-        ValueError, match=r"needs references of the images in evaluation_folder.*, too; name their folder"
-    ):
+    with pytest.raises(ValueError, match=r"needs references of the images in evaluation_folder.*; name their folder"):
         _dataset(nodes, **asked)
     beside = _make_images(host.root / "input/held_out_before", 2)
     dataset = _dataset(nodes, **asked, evaluation_references="held_out_before")
@@ -476,9 +474,8 @@ def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> No
 
 def test_text_encoders_are_trained_from_the_files_of_the_clip_that_encoded(nodes, sockets):
     source = "comfyui 0.33.0 CLIP " + 64 * "0"
-    model = dataclasses.replace(
-        sockets["model"], model=dataclasses.replace(sockets["model"].model, family="comfyui", variant="")
-    )
+    own = dataclasses.replace(sockets["model"].model, family="comfyui", variant="")
+    model = dataclasses.replace(sockets["model"], model=own)
     cache = CacheConfig(folder="cache", text_source=source)
     files = {"clip_files": ("clip_l.safetensors", "clip_g.safetensors"), "clip_type": "stable_diffusion"}
     settings = {"text_encoder": True, "text_encoder_rank": 3, "text_encoder_learning_rate": 2e-5}
@@ -486,9 +483,7 @@ def test_text_encoders_are_trained_from_the_files_of_the_clip_that_encoded(nodes
     job = _job(nodes, {**sockets, "model": model, "dataset": dataclasses.replace(cached, **files)}, **settings)
     assert (job.cache.stock_clip, job.cache.stock_clip_type) == (files["clip_files"], files["clip_type"])
     assert (job.cache.text_source, job.lora.text_rank, job.optimizer.text_rate) == (source, 3, 2e-5)
-    with pytest.raises(
-        ValueError, match="connect stock CLIP of Cache Captions and Latents straight to Load Checkpoint"
-    ):
+    with pytest.raises(ValueError, match="stock CLIP of Cache Captions and Latents straight to Load Checkpoint"):
         _job(nodes, {**sockets, "model": model, "dataset": cached}, **settings)
     without = _job(nodes, {**sockets, "model": model, "dataset": dataclasses.replace(cached, **files)})
     assert without.cache == cache, "of a job that does not train it nothing is loaded"
@@ -758,9 +753,7 @@ def test_prompts_are_encoded_after_every_check_and_as_captions_are(
     """Of one of ComfyUI's own models, with a prompt that is no caption. "in training", ComfyUI's kernels are others.
     What other processes train is checked without a forecast of it."""
     done, forecasts, is_training = [], [], [False]
-    result = training.run(
-        _job(nodes, sockets), info=None, resume=False, on_event=lambda event: None, should_stop=lambda: False
-    )
+    result = training.run(_job(nodes, sockets), info=None, resume=False, on_event=id, should_stop=lambda: False)
 
     @contextlib.contextmanager
     def native_training() -> Iterator[None]:

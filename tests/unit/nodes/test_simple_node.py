@@ -126,9 +126,7 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
     for variant in ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "flux1-dev", "flux2-klein-4b", "flux2-klein-9b", "flux2-dev"):
         info = SimpleNamespace(variant=SimpleNamespace(name=variant), family=SimpleNamespace(name="own"))
         known = known_files(info)
-        found[variant] = [
-            name.removesuffix(".safetensors") for name in (*known.names["text_encoders"], *known.names["vae"])
-        ]
+        found[variant] = [n.removesuffix(".safetensors") for n in (*known.names["text_encoders"], *known.names["vae"])]
     assert found == {
         "wan2.1-t2v-14b": ["umt5_xxl_fp16", "wan_2.1_vae"], "wan2.2-ti2v-5b": ["umt5_xxl_fp16", "wan2.2_vae"],
         "flux1-dev": ["", "t5xxl_fp16", "ae"], "flux2-klein-4b": ["qwen_3_4b", "flux2-vae"],
@@ -217,6 +215,4 @@ def test_the_help_page_says_the_settings(name: str, nodes: ModuleType) -> None:
     assert len(rows) == len(nodes.simple.SETTINGS)
     for row, settings in zip(rows, nodes.simple.SETTINGS.values(), strict=True):
         cells = [re.findall(r"\d+", cell) for cell in row.split("|")[2:5]]
-        assert [list(map(int, cell[:3])) for cell in cells] == [
-            [s.steps, s.accumulation, s.resolution] for s in settings
-        ]
+        assert [[*map(int, each[:3])] for each in cells] == [[s.steps, s.accumulation, s.resolution] for s in settings]

@@ -226,15 +226,8 @@ def test_autocast_is_refused():
         recompute(_Block(), (x, table), CPU)
 
 
-@pytest.fixture
-def no_driver(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(copies, "_forget_last_error", lambda device: None)
-
-
 @pytest.mark.parametrize("outcome_of_registering", [0, 2])
-def test_pinned_memory_is_whole_pages_and_unregistered_once_or_refused(monkeypatch, no_driver, outcome_of_registering):
+def test_pinned_memory_is_whole_pages_and_unregistered_once_or_refused(monkeypatch, outcome_of_registering):
     calls = []
 
     class Cudart:
@@ -246,6 +239,9 @@ def test_pinned_memory_is_whole_pages_and_unregistered_once_or_refused(monkeypat
             calls.append(pointer)
             return 0
 
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(copies, "_forget_last_error", lambda device: None)
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     if outcome_of_registering:
         with pytest.raises(RuntimeError, match="pinned host memory"):

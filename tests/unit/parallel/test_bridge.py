@@ -189,9 +189,8 @@ def test_each_device_has_an_object_of_its_own_to_share_tensors_through(transport
     with emulated_cards(), torch.no_grad():
         places = [HOME, NEXT, NEXT, THIRD]
         blocks = [Sharing() for _ in places]
-        bridge = Bridge(
-            dict(zip(blocks, places, strict=True)), HOME, transport=transport, per_device=("shared", "absent")
-        )
+        devices = dict(zip(blocks, places, strict=True))
+        bridge = Bridge(devices, HOME, transport=transport, per_device=("shared", "absent"))
         bridge.attach()
         for _ in range(2):  # what one forward shared is not the next one's
             shared, x = Shared(), torch.ones(WIDTH).to(HOME)

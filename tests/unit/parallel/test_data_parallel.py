@@ -192,9 +192,8 @@ def test_the_first_error_is_raised_and_nothing_is_left(where):
     with emulated_cards(2):
         pair = [_linear(HOME), _linear(NEXT)]
         replicas = DataParallel(pair)
-        hook = pair[1].model.register_forward_hook(
-            lambda *a: BrokenBackward.apply(a[2]) if where == "backward" else None
-        )
+        broken = BrokenBackward.apply if where == "backward" else lambda output: None
+        hook = pair[1].model.register_forward_hook(lambda module, args, output: broken(output))
         arguments = {"inside" if where == "forward" else "prepare": fail} if where != "backward" else {}
         with pytest.raises(ZeroDivisionError):
             replicas.run(_batches(replicas, 8, **arguments))

@@ -18,7 +18,7 @@ from devicebridge.tests.placed import forward_of
 from devicebridge.tests.stand_in_recorder import StandIn, replaying
 from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, divide, make_model, run
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 # Classes below that are divided as their base is.
 AS_SEPARATE = (*PLANS, *(replace(PLANS[1], block=name) for name in ("Asking", "Drawing", "Acting", "Pressing")))
@@ -222,11 +222,6 @@ def test_a_weight_that_lies_elsewhere_is_read_there() -> None:
     assert graphs.num_replays == len(model.blocks) - 1
 
 
-class Watching(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def switched() -> Iterator[None]:
     """As a node does for its MODEL, which samples with the same blocks as the MODEL without it."""
@@ -242,7 +237,7 @@ def test_what_may_change_what_blocks_do_keeps_them_from_being_replayed(kept_by) 
     model, parallel, graphs, _ = ready()
     x = inputs(1)[0]
     alone = mock.patch.object(parallel, "runs_alone", kept_by != "others' code")
-    others = {"a mode": Watching, "a switch of torch": switched}
+    others = {"a mode": BaseTorchFunctionMode, "a switch of torch": switched}
     mode = torch.enable_grad if kept_by == "gradients" else torch.inference_mode
     with alone, others.get(kept_by, contextlib.nullcontext)(), mode(), forward_of(parallel):
         model(x)

@@ -15,8 +15,8 @@ from devicebridge.tests.placed import arrivals_noted, forward_of
 from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.unit.parallel.test_bridge import NUM_CONSTANTS, WIDTH, _make
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 HOME, NEXT, THIRD = CARDS[:3]
@@ -243,16 +243,6 @@ def test_an_interrupt_of_the_waiting_caller_ends_the_run(interrupts, times):
         assert len(Interleave(bridge).run(_jobs(model, bridge, 4))) == 4
 
 
-class _Watch(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class _FunctionWatch(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def _thread_state():
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -273,7 +263,7 @@ def test_jobs_see_what_torch_keeps_per_thread(mode, autocast):
     token = _color.set("red")
     cast = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     try:
-        with emulated_cards(), _FunctionWatch(), _Watch(), mode(), cast:
+        with emulated_cards(), BaseTorchFunctionMode(), BaseTorchDispatchMode(), mode(), cast:
             model, bridge = _make(HALVES)
             before, seen = _thread_state(), []
             block = model.blocks[2]

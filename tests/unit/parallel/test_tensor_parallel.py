@@ -88,9 +88,8 @@ class Fused(nn.Module):
     def forward(self, x, vec, transformer_options=None):
         shift, scale, gate = self.modulation(vec)
         kv = self.hidden_size // self.num_heads * self.num_kv_heads
-        q, k, v, mlp = self.linear1(x * (1 + scale) + shift).split(
-            [self.hidden_size, kv, kv, self.mlp_hidden_dim_first], dim=-1
-        )
+        parts = [self.hidden_size, kv, kv, self.mlp_hidden_dim_first]
+        q, k, v, mlp = self.linear1(x * (1 + scale) + shift).split(parts, dim=-1)
         q = self.norm_q(q.unflatten(-1, (self.num_heads, -1))).flatten(2)
         k = self.norm_k(k.unflatten(-1, (self.num_kv_heads, -1))).flatten(2)
         one, two = mlp.chunk(2, dim=-1)

@@ -63,9 +63,8 @@ def test_copies_follow_the_first_one() -> None:
             for each in first.parameters():
                 each.sub_(0.1 * each.grad)
         training.sync()
-        assert all(
-            torch.equal(on_cpu(a), on_cpu(b)) for a, b in zip(first.parameters(), second.parameters(), strict=True)
-        )
+        pairs = zip(first.parameters(), second.parameters(), strict=True)
+        assert all(torch.equal(on_cpu(a), on_cpu(b)) for a, b in pairs)
 
 
 def _run(training: TokenTraining, **counts: int) -> None:

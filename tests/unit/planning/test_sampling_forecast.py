@@ -123,9 +123,8 @@ def test_the_way_is_that_of_the_usual_size_and_the_seconds_are_of_the_asked_one(
 def test_whole_conditionings_are_dealt_where_a_split_deals_them(remembers) -> None:
     model = _model("wan2.1-t2v-14b")
     native = NativeModel("wan.Wan", ("blocks",), (), "a note", remembers=remembers)
-    found = forecast_sampling(
-        replace(model, family=replace(model.family, native=native)), "832x480x33", parse_cards("2x4090")
-    )
+    other = replace(model, family=replace(model.family, native=native))
+    found = forecast_sampling(other, "832x480x33", parse_cards("2x4090"))
     one, two = (found.ways().seconds(count).tokens for count in (1, 2))
     assert two == pytest.approx(2 * one if remembers else found.one_card(1))
 

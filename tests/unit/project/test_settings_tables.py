@@ -12,9 +12,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize("script", ["settings_tables.py", "families_table.py"])
 def test_tables_and_comments_are_up_to_date(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), "--check"], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

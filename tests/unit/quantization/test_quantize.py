@@ -44,7 +44,6 @@ VARIANTS = {
     "int8-compute rotated": QuantizeSettings("int8-compute"),
 }  # fmt: skip
 EVERY_VARIANT = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-BY_NAME = {"ids": lambda settings: f"{settings.scheme} {settings.rotation}"}
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,7 @@ def test_copies_state_dicts_and_cards_carry_the_8_bit_model(settings):
     held, expected = contents(model), gradients_of(model, x, direction)
     assert all(float(each.abs().sum()) > 0 for each in expected.values())
     with emulated_cards():
-        for found, device in (
-            (copy.deepcopy(model), "cpu"), (fresh, "cpu"), (model, CARDS[1]), (model, "cpu"),
-        ):  # fmt: skip
+        for found, device in ((copy.deepcopy(model), "cpu"), (fresh, "cpu"), (model, CARDS[1]), (model, "cpu")):
             found.to(device)
             assert contents(found) == held and is_eight_bit(found.first.get_base_layer(), settings)
             assert {n for n, p in found.named_parameters() if p.requires_grad} == expected.keys()
@@ -190,9 +187,6 @@ def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
         assert known == [settings.stored_dtype]
         kind = settings.stored_dtype
         rotated = Stored8(torch.zeros(96, 64, dtype=kind), rows, FileFormat(kind, 64, is_comfys=True))
-        if settings.scheme == "int8-compute":
-            taken = take_stored("first", Net().first, rotated, torch.float32, settings)
-            assert len(taken.rotation) == 64 and taken.weight.data_ptr() == rotated.weight.data_ptr()
         foreign = Stored8(torch.zeros(96, 64, dtype=other), rows, FileFormat(other))
         turned = Stored8(torch.zeros(64, 96, dtype=kind), torch.ones(64, 1), FileFormat(kind))
         for stored in (foreign, turned) if settings.scheme == "int8-compute" else (foreign, turned, rotated):
@@ -215,11 +209,6 @@ def test_what_is_said_accounts_for_every_layer_and_byte(settings):
     assert total_bytes(groups) == (expected_before, num_bytes(model))
     assert said[0].startswith(f"28 linears to {settings.scheme}, {expected_before / 1e9:.2f} -> ") and said[1] == 0
     assert all(is_eight_bit(model.get_submodule(name), settings) for name in groups[QUANTIZED])
-    quantized = [model.get_submodule(name) for name in groups[QUANTIZED]]
-    rotations = [64 * 64 * 4 if settings.rotation_of(layer.in_features) else 0 for layer in quantized]
-    expected = sum(q.in_features * q.out_features + 4 * q.out_features for q in quantized) + sum(rotations)
-    plain = sum(2 * layer.in_features * layer.out_features for layer in quantized)
-    assert total_bytes({QUANTIZED: groups[QUANTIZED]}) == (plain, expected)
     assert all(before == after for r in (KEPT, NOT_LINEAR) for before, after in groups[r].values())
     assert "transformer_blocks.0.attn.to_q" in groups[QUANTIZED]
     assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT])
@@ -230,7 +219,7 @@ def test_what_is_said_accounts_for_every_layer_and_byte(settings):
 ROTATED = [QuantizeSettings("int8-compute", rotation) for rotation in (16, 256)]
 
 
-@pytest.mark.parametrize("settings", [*VARIANTS.values(), *ROTATED], **BY_NAME)
+@pytest.mark.parametrize("settings", [*VARIANTS.values(), *ROTATED], ids=lambda each: f"{each.scheme} {each.rotation}")
 @pytest.mark.parametrize(
     ("name", "dtype"), [("flux1", torch.bfloat16), ("flux2", torch.float32), ("wan", torch.bfloat16)], ids=str
 )

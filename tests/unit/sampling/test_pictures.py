@@ -91,9 +91,8 @@ def _pipeline(job: JobConfig, name: str, lora: Path | None) -> Any:
         if name == "wan"
         else diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     )
-    pipeline = getattr(diffusers, TINY[name].pipeline_class)(
-        scheduler=scheduler, transformer=model, vae=vae, **dict.fromkeys(parts)
-    )
+    pipeline_class = getattr(diffusers, TINY[name].pipeline_class)
+    pipeline = pipeline_class(scheduler=scheduler, transformer=model, vae=vae, **dict.fromkeys(parts))
     pipeline.set_progress_bar_config(disable=True)
     if lora is not None:
         pipeline.load_lora_weights(lora)
@@ -276,9 +275,8 @@ def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(strategy, tmp_p
     job = _job(tmp_path, "broken", **sections)
     with caplog.at_level(logging.WARNING):
         result = _run(job)
-    assert (
-        result.status == "finished" and "no sample pictures after step 2, and training goes on: no room" in caplog.text
-    )
+    assert result.status == "finished"
+    assert "no sample pictures after step 2, and training goes on: no room" in caplog.text
     assert plain.lora_path and result.lora_path
     assert result.lora_path.read_bytes() == plain.lora_path.read_bytes()
     assert sorted(_files(job)) == ["000000_0.png", "000000_1.png", "000003_0.png", "000003_1.png"]

@@ -18,6 +18,7 @@ from devicebridge.cli.launch import torchrun_command
 from devicebridge.config.job import make_job, save_job
 from devicebridge.runs.queue import native_command, train_command
 from devicebridge.system import processes
+from devicebridge.tests.unit.config.test_ranges import MINIMAL
 from devicebridge.tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,10 +107,7 @@ def test_a_process_is_asked_before_it_is_ended(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
 @pytest.mark.parametrize(
     ("name", "manner"),
-    [
-        ("SIGKILL", "stubborn"),
-        *(pytest.param(each, "obedient", marks=pytest.mark.long) for each in ("SIGHUP", "SIGSEGV")),
-    ],
+    [("SIGKILL", "stubborn"), *(pytest.param(e, "obedient", marks=pytest.mark.long) for e in ("SIGHUP", "SIGSEGV"))],
 )
 def test_a_process_and_its_children_end_with_us_however_we_end(tmp_path: Path, name: str, manner: str) -> None:
     pid_file = tmp_path / "pid"
@@ -182,9 +180,7 @@ def test_the_job_object_ends_its_processes_with_its_handle(monkeypatch: pytest.M
 
 
 def test_an_interrupt_while_waiting_for_the_end_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
-    )
+    code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('ready', flush=True); time.sleep(60)"
     with processes.start([sys.executable, "-c", code], stop_timeout_s=0.2) as process:
         assert process._process.stdout is not None and process._process.stdout.readline() == "ready\n"
 
@@ -254,12 +250,7 @@ SHADOWED = ("runpy", "pathlib", "json", "torch", "tomlkit", "pydantic", "prodigy
 def _starts(tmp_path: Path) -> dict[str, Sequence[str | Path]]:
     """Every Python process that the pack starts, with as little to do as each can have."""
     job = tmp_path / "job.toml"
-    made = make_job(
-        {
-            "model": {"path": "/m"}, "data": {"folders": [{"path": "/d"}]}, "train": {"steps": 1},
-            "output": {"folder": "/o"}, "optimizer": {"name": "prodigy"},
-        }
-    )  # fmt: skip
+    made = make_job({**MINIMAL, "optimizer": {"name": "prodigy"}})
     save_job(made, job)
     return {
         "queue": train_command(made, job, resume=False),

@@ -237,9 +237,7 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
             return plain(trainer)
         finally:
             after = trainer.order.state_dict(), random_states(trainer.devices)
-            assert after[0] == before[0] and all(
-                torch.equal(after[1][name], value) for name, value in before[1].items()
-            )
+            assert after[0] == before[0] and all(torch.equal(after[1][name], each) for name, each in before[1].items())
             assert all(parameter.grad is None for parameter in trainer.lora.parameters().values())
             forwards = [vars(block)["forward"] for each in trainer.compiled for block in each._own]
             seen.append(all(now is then for now, then in zip(forwards, compiled, strict=True)))
@@ -400,9 +398,7 @@ def _real_block(scheme):
 
 def _real_arguments(rms):
     generator = torch.Generator().manual_seed(2)
-    hidden, text = (
-        (rms * torch.randn(1, rows, 128, generator=generator)).bfloat16().requires_grad_() for rows in (64, 32)
-    )
+    hidden, text = ((rms * torch.randn(1, n, 128, generator=generator)).bfloat16().requires_grad_() for n in (64, 32))
     modulation = [0.5 * torch.randn(1, 1, 6 * 128, generator=generator).bfloat16() for _ in range(2)]
     return hidden, text, *modulation, (torch.ones(96, 64), torch.zeros(96, 64))
 

@@ -111,9 +111,8 @@ def test_a_loss_that_grows_is_told_of_and_one_that_only_jumps_is_not():
 
 def test_a_run_whose_loss_grows_says_so_once(tmp_path, monkeypatch, caplog):
     grown = []
-    monkeypatch.setattr(
-        "devicebridge.training.loop.describe_growth", lambda losses: grown.append(len(losses)) or "the loss grows"
-    )
+    told = lambda losses: grown.append(len(losses)) or "the loss grows"  # noqa: E731
+    monkeypatch.setattr("devicebridge.training.loop.describe_growth", told)
     run_job(make_tiny_job(tmp_path, evaluation={"folder": ""}))
     assert grown == [1] and caplog.text.count("the loss grows") == 1
 
