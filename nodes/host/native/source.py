@@ -25,7 +25,7 @@ from ....families.comfy.conditions import VISION
 from ....families.comfy.native import NativeModel
 from ....families.comfy.registry import find_native
 from ....families.registry import COMFYUI
-from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
+from ....parallel.block_lists import members, tail_parameters
 from ..comfy_encoders import AS_LOADED, attached_to
 from .drawing import FLOWS, time_at
 from .files import AGAIN, ask_comfyui, given_to_loader
@@ -149,12 +149,8 @@ def _detect(path: Path, names: dict[str, Tensor], prefix: str, metadata: dict[st
 
 def trained_row(row: NativeModel) -> NativeModel:
     """The row as training goes by it: blocks that follow others (VACE's) stay on the main device and get no LoRA."""
-    if row.forgets_if_patched:  # so nothing of one microbatch is there for the next
-        row = replace(row, is_sequential=False)
-    if not row.follows:
-        return row
-    optional = tuple(name for name in row.optional if name in row.main_lists)
-    return replace(row, block_lists=row.main_lists, optional=optional, follows={}, transport="relay")
+    is_sequential = row.is_sequential and not row.forgets_if_patched  # which leaves nothing for the next microbatch
+    return replace(row, is_sequential=is_sequential, transport="relay" if row.follows else row.transport)
 
 
 def _why_not(base: Any, row: NativeModel) -> str:
@@ -245,12 +241,9 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         boundary=boundary,
         is_expert=is_expert,
     )
-    tail = {module: name for name, module in model.named_modules()}
-    blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
-    lists = tuple(name for name in row.block_lists if any(each.startswith(f"{name}.") for each in blocks))
-    follows = (find_native(type(model)) or row).follows
+    lists = tuple(name for name in row.main_lists if members(model, name))
     of_samples = row.linears.sample_modules
-    every = (*lists, *(name for name in follows if hasattr(model, name)))
+    every = (*lists, *(name for name in row.follows if hasattr(model, name)))
     unused: Any = dict.fromkeys(("make_inputs", "read_prediction", "encode_latents", "decode_latents"), _unused)
     family = spec.ModelFamily(
         name=COMFYUI,
@@ -258,7 +251,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         transformer_class=row.class_name,
         vae_class="",
         block_lists=tuple(replace(row.linears, name=name) for name in lists),
-        tail=(*(tail[module] for module in tail_modules(model, row)), *tail_parameters(model, row)),
+        tail=(*(name for each in row.tail for name, _ in members(model, each)), *tail_parameters(model, row)),
         read_by_tail=row.read_by_tail,
         keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in of_samples)),
         lora_targets=tuple(f"{name}.*" for name in lists),
