@@ -181,9 +181,6 @@ class Variant:
         return self.condition == "first_frame"
 
 
-_NO_TOKENS_OF_DIFFUSERS = (
-    "nobody has described where the tokens of diffusers' class are; train ComfyUI's class of the model"
-)
 UNKNOWN_TEXT = 512  # tokens of a caption that nobody has encoded yet
 
 
@@ -351,7 +348,8 @@ class ModelFamily:
     @property
     def why_no_tokens(self) -> str:
         """Why devices cannot share out the rows of a sample; "" if they can."""
-        return self.native.why_no_tokens if self.native else _NO_TOKENS_OF_DIFFUSERS
+        without = "nobody has described where the tokens of diffusers' class are; train ComfyUI's class of the model"
+        return self.native.why_no_tokens if self.native else without
 
     def variant(self, name: str) -> Variant:
         """The one of this name. Users' names are looked up by registry.find_variant."""

@@ -10,13 +10,13 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...families.comfy.native import PASSED_BY
+from ...families.comfy.native import PASSED_BY, Transport
 from ...families.spec import ModelFamily
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
 from ..block_lists import called_modules, parts_of_tail
@@ -28,7 +28,6 @@ from ..transfer import Arrivals, Versioned, copy_to, current_device, is_everywhe
 from .workers import ThreadPool
 
 T = TypeVar("T")
-Transport = Literal["stream", "relay"]
 Place = torch.device | int  # where a copy is: a device, or the rank of one of several that may be the same
 
 

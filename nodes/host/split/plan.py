@@ -31,7 +31,7 @@ class SplitRequest:
     balance: Literal["memory", "time", "manual"] | Allocation = "memory"
     split_at: tuple[int, ...] = ()  # index of the first block of each device after the first; for manual
     memory_limit_gb: tuple[float, ...] = ()  # decimal, of resident weights, by device; () is as much as ComfyUI grants
-    transport: Literal["stream", "relay"] | None = None  # None: as the model's row says
+    transport: Transport | None = None  # None: as the model's row says
     overlap: bool = True
     offload: bool = True
     verify: bool = False
