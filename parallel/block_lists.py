@@ -23,7 +23,7 @@ def block_fqns(model: nn.Module, block_lists: Sequence[str], optional: Sequence[
     Raises: ValueError if a list that is not optional is missing, or there is no block at all."""
     names: list[str] = []
     for name in block_lists:
-        container = _find(model, name)
+        container = find_module(model, name)
         if container is None and name not in optional:
             children = ", ".join(child for child, _ in model.named_children())
             raise ValueError(
@@ -37,7 +37,7 @@ def block_fqns(model: nn.Module, block_lists: Sequence[str], optional: Sequence[
 
 def members(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The modules of a list, or the module itself, with their fqns; [] for what this build lacks."""
-    found = _find(model, name)
+    found = find_module(model, name)
     if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
         return [(f"{name}.{key}", each) for key, each in found._modules.items() if each is not None]
     return [] if found is None else [(name, found)]
@@ -52,7 +52,7 @@ def followers(model: nn.Module, native: NativeModel) -> dict[str, str]:
     """fqn of each block that takes another block's device -> fqn of that block."""
     leaders: dict[str, str] = {}
     for name, (leader, attribute) in native.follows.items():
-        if _find(model, name) is not None:
+        if find_module(model, name) is not None:
             mapping: dict[int, int] = getattr(model, attribute)
             leaders.update({f"{name}.{side}": f"{leader}.{main}" for main, side in mapping.items()})
     return leaders
@@ -128,7 +128,7 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _find(model: nn.Module, name: str) -> nn.Module | None:
+def find_module(model: nn.Module, name: str) -> nn.Module | None:
     """The module of this fqn; None where the model has no such attribute, or None in its place."""
     found: object = model
     for part in name.split("."):

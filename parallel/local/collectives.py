@@ -130,13 +130,8 @@ class Collective:
             message = box.get()
         if message is not None and message[0] != name:
             self.abort(RuntimeError(f"the devices are at different places: one at {message[0]}, one at {name}"))
-        if message is None or self._errors:
-            error = self.error
-            assert error is not None, "None comes with an error"
-            try:
-                raise error
-            finally:
-                del error  # or its traceback would keep this frame, and this frame the error
+        if message is None or self._errors:  # None comes with an error
+            raise self._errors["first"]
         if message[3]:
             settle(message[3])
         return [piece.view(message[2][0]) for piece in message[4]] or message[2]

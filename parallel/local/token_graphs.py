@@ -31,8 +31,6 @@ def computed(rank: Rows, block: nn.Module, part: Callable[..., Any], name: str, 
 
     def outputs(given: Sequence[tuple[nn.Module, Callable[..., Any], Call]], run: Callable[..., Any]) -> Sequence[Any]:
         blocks, parts, calls = zip(*given, strict=True)
-        if replays.graphs.fault:  # since the forward began
-            return run([partial(part, *call[0], **call[1]) for part, call in zip(parts, calls, strict=True)])  # type: ignore[no-any-return]
         beside = tuple(sorted(rank.lengths.items())), replays.beside
         recorded, launch = (partial(run, groups=replays.groups), run) if replays.groups else (run, None)
         return replays.graphs.outputs(blocks, calls, parts, recorded, beside, launch)
@@ -73,13 +71,11 @@ def _led(rank: Rows, name: str, given: Any, compute: Callable[[Sequence[Any], An
         except BaseException as failure:  # such as an interrupt, while others wait in the group
             group.abort(failure)
             raise
-        error = group.error
         try:
-            if error is not None:
-                raise error
+            if group.error is not None:
+                raise group.error
         finally:
-            del error  # or its traceback would keep this frame, and this frame the error
-            group.forget()
+            group.forget()  # or the error's traceback would keep this frame, and this frame the error
         return found
 
     outputs = compute([given, *(outer.receive(each, 0, name)[0] for each in range(1, outer.size))], run)

@@ -73,12 +73,11 @@ class Coordinator:
                 except KeyboardInterrupt:
                     continue
             raise
-        error, self._error = self._error, None
         try:
-            if error is not None:
-                raise error
+            if self._error is not None:
+                raise self._error
         finally:
-            del error  # its traceback holds this frame: memory would wait for the garbage collector
+            self._error = None  # its traceback holds this frame: memory would wait for the garbage collector
         return [results[index] for index in range(len(workers))]
 
     def fail(self, error: BaseException | None) -> None:

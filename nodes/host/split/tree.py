@@ -210,10 +210,7 @@ class SplitTree:
 
     def _is_in_place(self, name: str) -> bool:
         """Whether a list of blocks is the one that was split."""
-        found: object = self.diffusion_model
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        return found is self._lists[name]
+        return block_lists.find_module(self.diffusion_model, name) is self._lists[name]
 
     def attach(self, owner: Any) -> None:
         """Hook the tree for this patcher, in the place of another's: one is loaded at a time."""
