@@ -16,7 +16,7 @@ from .checkpoints.load import load_through_cache
 from .config.model import Strategy, has_stages, holds_copies, shares_rows
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
-from .parallel.local.bridge import BlockSplit, Recompute, apply_block_split
+from .parallel.local.bridge import BlockSplit, Recompute
 from .parallel.local.data_parallel import copy_model
 from .parallel.local.token_training import TokenModel
 from .parallel.local.tokens import TokenParallel
@@ -172,7 +172,7 @@ def _finish(
 ) -> Assembled:
     """What every replica goes through once its weights are in place; all_devices: of all of them."""
     # 2. The bridge comes before everything that may call the model or look at devices.
-    split = apply_block_split(model, family, plan.placement)
+    split = BlockSplit(model, family, plan.placement)
     split.recompute = recompute
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
     adapter = attach_adapter(model)

@@ -21,7 +21,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
 from devicebridge.parallel.devices import available_devices
-from devicebridge.parallel.local.bridge import BlockSplit, apply_block_split
+from devicebridge.parallel.local.bridge import BlockSplit
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.parallel.runner import Runner
@@ -134,7 +134,7 @@ def make_random_model(
         offload: takes the layers of its blocks to the host as they are done; to be attached when the LoRA is.
     """
     model = draw_model(config, placement.device_of, scheme, seed=seed, fill=fill, family=family, store=offload)
-    split = apply_block_split(model.requires_grad_(False), family, placement)
+    split = BlockSplit(model.requires_grad_(False), family, placement)
     return RandomModel(scheme, model, split, family)
 
 

@@ -6,7 +6,6 @@ from unittest import mock
 
 import torch
 from devicebridge.families.spec import ModelFamily
-from devicebridge.parallel.local import bridge
 from devicebridge.parallel.local.bridge import BlockSplit, Bridge
 from devicebridge.parallel.local.interleave import RoundRobin
 from devicebridge.parallel.offload.weights import WeightOffload
@@ -52,7 +51,7 @@ def arrivals_noted(trace: list[tuple[int, torch.device]]) -> Iterator[None]:
 def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
     """As the pack's, of a model that may be anywhere."""
     place(model, placement)
-    return bridge.apply_block_split(model, family, placement)
+    return BlockSplit(model, family, placement)
 
 
 def apply_weight_offload(split: BlockSplit, blocks: Sequence[str]) -> WeightOffload:

@@ -53,7 +53,7 @@ def stand_in(devices: Any, copies: Any, addresses: Addresses, module: Any = None
 
 
 def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[Graphs, StandIn]:
-    """Have the blocks replayed, as TensorParallel.replay does on cards."""
+    """Have the blocks replayed, as those of a TensorParallel with addresses are on cards."""
     graphs = stand_in(parallel.devices, None, addresses, sys.modules[type(parallel).__module__])
     parallel.graphs = graphs
     return graphs, graphs._make_recorder()  # type: ignore[return-value]

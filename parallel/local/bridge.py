@@ -328,10 +328,12 @@ Recompute = Callable[[nn.Module | BlockCall, tuple[Any, ...], torch.device, Acti
 
 
 class BlockSplit:
-    """Handle of a model split over devices; made by apply_block_split."""
+    """Handle of a model whose blocks are where the placement says, the rest on the main device: one forward runs over
+    all, by hooks. Its output is on the placement's tail device. Several threads may call it at once."""
 
     def __init__(self, model: nn.Module, family: ModelFamily, placement: Placement) -> None:
         self.model, self._family, self.placement = model, family, placement
+        assert placement.blocks == block_names(model, family), "it is planned for this model"
         self._called = {name: called_modules(model, family, name) for name in placement.blocks}
         self.bridge = Bridge(
             {module: device for name, device in placement.items() for module in self._called[name]},
@@ -345,6 +347,7 @@ class BlockSplit:
         self.offload: ActivationOffload | None = None
         self.recompute: Recompute = recompute
         self._hooks = HookSet()
+        self.attach()
 
     @property
     def main_device(self) -> torch.device:
@@ -430,12 +433,3 @@ class BlockSplit:
     ) -> Any:
         brought = {name: self.bridge.move(kwargs[name], self.bridge.tail_device) for name in names if name in kwargs}
         return own(*args, **{**kwargs, **brought})
-
-
-def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
-    """Hook a model whose blocks are where the placement says, the rest on the main device: one forward runs over all.
-    Its output is on the placement's tail device. Several threads may call it at once."""
-    assert placement.blocks == block_names(model, family), "it is planned for this model"
-    split = BlockSplit(model, family, placement)
-    split.attach()
-    return split

@@ -105,7 +105,8 @@ class ForwardWorkers:
 class TensorParallel(Bridge):
     """Runs the forwards of a model whose blocks are divided among devices. Args: shards: the main device's part of each
     block, in execution order -> those of the others, in their order. passed_by, per_device: as of Bridge; the other
-    devices get a copy of a dict."""
+    devices get a copy of a dict. addresses: of weights, by which blocks are replayed as CUDA graphs, where these
+    devices have such; None launches all."""
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class TensorParallel(Bridge):
         passed_by: Sequence[str] = (),
         per_device: Sequence[str] = (),
         exchange: Exchange = "full",
+        addresses: Addresses | None = None,
     ) -> None:
         blocks = dict.fromkeys(shards, devices[0])
         super().__init__(blocks, devices[0], passed_by=passed_by, per_device=per_device)
@@ -127,8 +129,8 @@ class TensorParallel(Bridge):
         self._beginning = threading.Lock()
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
-        self.graphs: Graphs | None = None
         self.side_streams = copies_between(devices)
+        self.graphs: Graphs | None = None if addresses is None else graphs_on(devices, self.side_streams, addresses)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -173,10 +175,6 @@ class TensorParallel(Bridge):
             super().begin()
             self._close_run()
             self._forget()  # a thread that died in its forward has not ended it
-
-    def replay(self, addresses: Addresses) -> None:
-        """Have blocks replayed as CUDA graphs from now on, where these devices have such."""
-        self.graphs = graphs_on(self._ranks, self.side_streams, addresses)
 
     def end(self) -> None:
         if self.is_running:

@@ -19,15 +19,15 @@ from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.tensor import addresses_on
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import graphs as graphs_module
+from devicebridge.parallel.local import tensor_parallel as tensor_module
 from devicebridge.parallel.local.graphs import Graphs
-from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy import split_host
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CASES, Case, case, split
 from devicebridge.tests.comfy.split_cases_tensor import controlnets, tensor
 from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
 from devicebridge.tests.comfy.split_host import OTHER, Host, live_bytes
-from devicebridge.tests.stand_in_recorder import replaying, stand_in
+from devicebridge.tests.stand_in_recorder import stand_in
 
 STEPS = 4
 
@@ -43,7 +43,7 @@ def unwatched() -> Iterator[None]:
 def replayed() -> Iterator[None]:
     """Splits made inside are replayed, from a call's second time on."""
     with (
-        mock.patch.object(TensorParallel, "replay", replaying),
+        mock.patch.object(tensor_module, "graphs_on", stand_in),
         mock.patch.object(tokens_module, "graphs_on", stand_in),
         mock.patch.object(graphs_module, "RECORDED_AFTER", 1),
         unwatched(),

@@ -17,7 +17,7 @@ import comfy.weight_adapter
 import torch
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tensor import plan_tensor
-from devicebridge.nodes.host.split.tree import make_tree
+from devicebridge.nodes.host.split.tree import SplitTree
 from devicebridge.parallel.local import tensor_parallel
 from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -113,7 +113,7 @@ def tensor_of_a_model_that_is_not_in_host_memory(case: Case) -> None:
     base.diffusion_model.to("meta")  # weights on emulated cards have a type of their own, which is not divided
     found = plan.bytes_on(base.diffusion_model)
     case.check("as many bytes", found == expected and min(found.values()) > 0, (found, expected))
-    case.refused("where it stays", lambda: make_tree(base, plan), ValueError, "stay on meta", "--highvram")
+    case.refused("where it stays", lambda: SplitTree(base, plan), ValueError, "stay on meta", "--highvram")
 
 
 @case

@@ -95,9 +95,8 @@ def test_a_model_with_replayed_blocks_gives_the_bits_of_launched_ones(mode) -> N
             part.block.to(card)
         shards[block] = own, [other]
     model.to(CARDS[0])
-    parallel = TensorParallel(CARDS, shards)
+    parallel = TensorParallel(CARDS, shards, addresses=where)
     parallel.attach()
-    parallel.replay(where)
     graphs = parallel.graphs
     if graphs is None:
         pytest.skip("these cards do not copy to each other directly")

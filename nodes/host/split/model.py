@@ -28,7 +28,7 @@ from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
 from .tensor import DividedPlan, plan_tensor
 from .tokens import TokensPlan, plan_tokens, usual_tokens
-from .tree import BlockPlan, SplitTree, make_tree, plan_blocks, tree_of
+from .tree import BlockPlan, SplitTree, plan_blocks, tree_of
 
 _log = logging.getLogger(__name__)
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
             loaded.model_unload()
             management.current_loaded_models.remove(loaded)
     copied, copies = copy_structure(model.model)
-    _log_plan(make_tree(copied, plan, _origin_of(model)))
+    _log_plan(SplitTree(copied, plan, _origin_of(model)))
     split = model.clone(model_override=(copied, ({}, {}, {}, set())))
     if not hasattr(split, "companions"):  # the clone of a MODEL that is split already has become split by itself
         become_split(split)
@@ -81,7 +81,7 @@ def load_split_model(path: Path, weight_dtype: str, place: SplitRequest | torch.
     model = comfy.sd.load_diffusion_model(str(path), model_options=options)
     if not isinstance(place, SplitRequest):
         return model
-    _log_plan(make_tree(model.model, plan_split(model, place)))
+    _log_plan(SplitTree(model.model, plan_split(model, place)))
     return _with_wrappers(become_split(model))
 
 

@@ -26,7 +26,7 @@ from ....parallel.local.shards import JoinedSlices
 from ..compiler import outside
 from .attachments import KEY, is_compiled
 from .model_copy import alias, original_of, reachable
-from .tree import SplitTree, make_tree, tree_of
+from .tree import SplitTree, tree_of
 
 _Patcher: Any = object  # the patcher's class, known only at run time
 _SAVING = "saving it, or extracting a LoRA from it,"
@@ -211,7 +211,7 @@ class SplitMixin(_CardPatcher):
             return become_split(n, companions=self.companions)
         tree = tree_of(n.model)
         if tree is None:  # a fresh model from the file: DynamicVRAM's stand-in for scheduled LoRA
-            tree = make_tree(n.model, self._tree.plan)
+            tree = SplitTree(n.model, self._tree.plan)
         # Every sampling asks for the stand-in anew and gets the same model. Its shards' patchers share the originals of
         # weights that they have patched. The first ones stay: no chain of parents grows.
         is_known = any(companion._tree is tree for companion in self._stand_ins)
@@ -372,7 +372,7 @@ def _mixed(mixin: type, unsplit: type) -> type:
 def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     """Make a patcher of a split tree act as one, in place; companions of the same tree are cloned, else made."""
     tree = tree_of(patcher.model)
-    assert tree is not None, "make_tree comes before become_split"
+    assert tree is not None, "its tree is made first"
     unsplit = getattr(patcher, "unsplit_class", patcher.__class__)
     patcher.__class__ = _mixed(SplitMixin, unsplit)  # of a clone, too: packs exist whose clone() sets the class
     patcher.is_injected = False

@@ -87,9 +87,8 @@ class TensorExecutor(Executor):
         self.parts = {at: {name: each.block for name, each in of.items()} for at, of in self.shards.items()}
         mains, *others = map(self.shards.__getitem__, plan.devices)
         by_block = {shard.block: (shard, [each[name] for each in others]) for name, shard in mains.items()}
-        exchange = plan.request.exchange
-        self.bridge: TensorParallel = TensorParallel(plan.devices, by_block, exchange=exchange, **plan.of_class)
-        self.bridge.replay(addresses_on)
+        options: dict[str, Any] = {"exchange": plan.request.exchange, "addresses": addresses_on, **plan.of_class}
+        self.bridge: TensorParallel = TensorParallel(plan.devices, by_block, **options)
         self.graphs = self.bridge.graphs
         self._layers = tuple(layer for block in by_block for layer in block.modules())
         self._num_attached = 0  # hooks and forwards of layers, at the last forward

@@ -114,9 +114,10 @@ class Executor:
 
 
 class SplitTree:
-    """The split state of one BaseModel: its shards, its two views, its hooks."""
+    """The split state of one BaseModel, which nobody else uses: its shards, its two views, its hooks.
+    Raises: ValueError for weights that cannot be divided."""
 
-    def __init__(self, base: nn.Module, plan: SplitPlan, origin: Origin | None) -> None:
+    def __init__(self, base: nn.Module, plan: SplitPlan, origin: Origin | None = None) -> None:
         self._base: Callable[[], Any] = weakref.ref(base)
         self.plan, self.origin = plan, origin
         root = self.diffusion_model
@@ -136,6 +137,7 @@ class SplitTree:
         self._held = threading.local()  # what keeps a thread's forward outside the compiler; its end leaves, too
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
         self._is_proven = not plan.layout.is_derived  # or need not be
+        base.__dict__[_ATTRIBUTE] = self
 
     @property
     def diffusion_model(self) -> nn.Module:
@@ -316,12 +318,6 @@ def _containers_of(blocks: Sequence[str]) -> list[str]:
 def tree_of(base: nn.Module) -> SplitTree | None:
     """The split of a BaseModel; None for an ordinary one."""
     return base.__dict__.get(_ATTRIBUTE)
-
-
-def make_tree(base: nn.Module, plan: SplitPlan, origin: Origin | None = None) -> SplitTree:
-    """Make a tree of a BaseModel that nobody else uses. Raises: ValueError for weights that cannot be divided."""
-    tree = base.__dict__[_ATTRIBUTE] = SplitTree(base, plan, origin)
-    return tree
 
 
 class BlockExecutor(Executor):
