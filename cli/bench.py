@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import re
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..headless import run as server
-from ..runs.queue import native_command
-from ..system import processes
 from ..version import VERSION
 
-_TIMEOUT_S = 150.0  # ComfyUI's start and the loading of weights included
 HEADER = (
     "| cards | torch, system | link, GB/s | TFLOP/s, 16 bits | FLUX.2, ms: one card, tokens, tensor | Qwen-Image "
     "| Wan 14B |\n|---|---|---|---|---|---|---|"
@@ -25,20 +23,13 @@ _ISSUES = "https://github.com/devicebridge/ComfyUI-DeviceBridge/issues"
 _FOLDERS = re.compile(r"(?<![\w.:/\\~])(?:[A-Za-z]:)?[\\/](?:[^\\/\s'\"]+[\\/])*(?=[^\\/\s])")
 
 
-def collect(python: Path | None = None) -> dict[str, Any]:
-    """What nodes/host/split/bench.py measures in ComfyUI's Python, ready for JSON. It is made to be sent to others, so
-    no folder of this machine is in it.
-    Raises: RuntimeError where there is no ComfyUI, or its Python ends early."""
-    found = server.find_comfyui(python=python)
-    command = [*native_command(found.python, found.folder, found.base), "doctor", "--blocks"]
-    answer = processes.run(command, timeout_s=_TIMEOUT_S)
-    try:
-        measured: dict[str, Any] = json.loads((answer or "").strip().splitlines()[-1])
-    except (ValueError, IndexError) as error:
-        raise RuntimeError(
-            f"ComfyUI's Python ended early or took more than {_TIMEOUT_S:.0f} s; see what this says: "
-            + " ".join(map(str, command))
-        ) from error
+def collect() -> dict[str, Any]:
+    """What nodes/host/split/bench.py measures in this process, which has ComfyUI, ready for JSON. It is made to be sent
+    to others, so no folder of this machine is in it."""
+    from ..nodes.host.split.bench import measure
+
+    with contextlib.redirect_stdout(sys.stderr):  # what ComfyUI prints is no JSON
+        measured = measure()
     for each in measured["blocks"]:
         why = each["why"].items()
         each["why"] = {way: _FOLDERS.sub("", said.replace(str(Path.home()), "~")) for way, said in why}

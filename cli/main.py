@@ -135,7 +135,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--bench", **flag, help="measure GPUs, links and blocks of three models in a minute, as a row of a table")
     add("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
     add("--python", **python)
-    add("--blocks", action="store_true", **gone)  # in ComfyUI's Python
 
     more = "It derives them, proves them by small pictures, and prints rows of families/comfy; splits then take these."
     what = "show where the blocks and tokens of a model's class are"
@@ -183,15 +182,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.blocks:
-        from ..nodes.host.split.bench import print_blocks
+    from . import bench, doctor
 
-        return print_blocks()
     if options.bench:
-        from .bench import collect, report
-    else:
-        from .doctor import collect, report
-    facts = collect(options.python)
+        from .native import need_comfyui
+
+        need_comfyui("--bench measures in ComfyUI's sampler", options.arguments, options.python)
+    facts = bench.collect() if options.bench else doctor.collect(options.python)
+    report = bench.report if options.bench else doctor.report
     say(json.dumps(facts, indent=2) if options.json == "-" else report(facts))
     if options.json and options.json != "-":  # behind the report, which takes a minute and would be lost
         Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,8 +50,8 @@ SUBJECTS = (
 )
 
 
-def print_blocks() -> int:
-    """What all GPUs can do, as JSON behind whatever ComfyUI has printed; returns the exit code."""
+def measure() -> dict[str, Any]:
+    """What all GPUs can do, as plain values."""
     devices = available_devices()
     found: dict[str, Any] = {"torch": torch.__version__, "cards": list(map(device_title, devices)), "blocks": []}
     if devices:
@@ -61,9 +59,7 @@ def print_blocks() -> int:
         found |= {"flops_per_s": min(speed.flops_per_s), "bytes_per_s": speed.bytes_per_s}
         with torch.inference_mode():
             found["blocks"] = measure_blocks(devices)
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
-    sys.stdout.flush()
-    return 0
+    return found
 
 
 def measure_blocks(devices: Sequence[torch.device], subjects: Sequence[Subject] = SUBJECTS) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
-"""`devicebridge doctor --bench`: the row of what ComfyUI's Python measured, and where that fails."""
+"""`devicebridge doctor --bench`: the row of what a process with ComfyUI in it measured, and where there is none."""
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.headless import run as server
-from devicebridge.system import processes
 
 BLOCKS = [
     {"model": "FLUX.2", "seconds": {"one card": 0.02, "tokens": 0.0123, "tensor": 0.013}, "difference": {}, "why": {}},
@@ -19,18 +19,17 @@ MEASURED["cards"] = ["NVIDIA GeForce RTX 3090"] * 2
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What ComfyUI's Python prints, to be changed; and the commands that were run."""
-    found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
-    monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
-    answers: list[Any] = [f"ComfyUI says something\n{json.dumps(MEASURED)}\n"]
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is measured in a process that has ComfyUI, to be changed."""
+    measured = json.loads(json.dumps(MEASURED))
 
-    def run(command: list[str], *, timeout_s: float) -> str | None:
-        answers.append([str(each) for each in command])
-        return answers[0]
+    def measure() -> dict[str, Any]:
+        sys.stdout.write("ComfyUI says something\n")
+        return measured
 
-    monkeypatch.setattr(processes, "run", run)
-    return answers
+    monkeypatch.setattr("devicebridge.cli.native.is_native_process", lambda: True)
+    monkeypatch.setitem(sys.modules, "devicebridge.nodes.host.split.bench", SimpleNamespace(measure=measure))
+    return measured
 
 
 def _row(text: str) -> list[str]:
@@ -47,27 +46,28 @@ def test_two_cards_give_a_row(told, capsys, tmp_path) -> None:
     cells, facts = _row(shown), json.loads(file.read_text(encoding="utf-8"))
     assert cells[0] == "2 x RTX 3090" and cells[1].startswith("2.13.0, ")
     assert cells[2:] == ["12", "71", "20, 12.3, 13", "-, -, -", "100, -, -"]
-    assert "note: Wan 14B, tokens: out of memory\n" in shown and facts["blocks"] == BLOCKS
+    assert "note: Wan 14B, tokens: out of memory\n" in shown and "something" not in shown and facts["blocks"] == BLOCKS
     assert json.loads(shown.splitlines()[-1]) == facts
-    assert told[1][-2:] == ["doctor", "--blocks"]
     assert main(["doctor", "--bench", "--json", str(tmp_path / "no folder" / "bench.json")]) == 2
     assert _row(capsys.readouterr().out)[0] == "2 x RTX 3090"  # which is not lost
 
 
 def test_without_a_link_or_a_gpu(told, capsys) -> None:
-    told[0] = json.dumps({**MEASURED, "cards": MEASURED["cards"][:1], "bytes_per_s": None})
+    told |= {"cards": MEASURED["cards"][:1], "bytes_per_s": None}
     assert main(["doctor", "--bench"]) == 0
     assert _row(capsys.readouterr().out)[:3:2] == ["RTX 3090", "-"]
-    told[0] = json.dumps({**MEASURED, "cards": [], "blocks": []})
+    told |= {"cards": [], "blocks": []}
     assert main(["doctor", "--bench"]) == 0
     assert "no GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("answer", [None, "", "no JSON"])
-def test_a_comfyui_that_ends_early_is_named(answer, told, capsys) -> None:
-    told[0] = answer
-    assert main(["doctor", "--bench"]) == 2
-    assert sys.executable in capsys.readouterr().err
+def test_a_process_without_comfyui_goes_on_in_one_that_has_it(monkeypatch, tmp_path) -> None:
+    found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
+    monkeypatch.setattr("devicebridge.cli.native.find_comfyui", lambda **_: found)
+    monkeypatch.setattr("devicebridge.cli.native.go_on_as", lambda command: [command[0], *command[-2:]])
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--bench"])
+    assert ended.value.code == [sys.executable, "doctor", "--bench"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_comfyui_that_ends_early_is_named(answer, told, capsys) -> None:
     ],
 )  # fmt: skip
 def test_what_is_sent_names_no_folder(said, shown, told, capsys) -> None:
-    told[0] = json.dumps({**MEASURED, "blocks": [{**BLOCKS[1], "why": {"tokens": said}}]})
+    told["blocks"] = [{**BLOCKS[1], "why": {"tokens": said}}]
     assert main(["doctor", "--bench"]) == 0
     printed = capsys.readouterr().out
     assert f"note: Wan 14B, tokens: {shown}\n" in printed
