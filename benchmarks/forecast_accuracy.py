@@ -79,7 +79,7 @@ def run_case(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
     devices = {each.device: compare(each, measured[each.device]) for each in plan.devices}
     return {"placement": plan.placement.describe(), "kept_blocks": list(plan.uncheckpointed)} | {
         "swapped_blocks": list(plan.offloaded),
-        "host_gb": round(plan.found.host_bytes / 1e9, 2),
+        "host_gb": round(plan.host_bytes / 1e9, 2),
         "devices": devices,
     }
 

@@ -207,8 +207,7 @@ def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> Tr
     warning = ""
     if stage.needed > stage.usable:
         warning = f"{card.name} needs {stage.needed / 1e9:.1f} GB by the forecast, of {stage.usable / 1e9:.1f} GB"
-    of_card, own = found.question.changed(cards=(card,)), replace(found.found, stages=(stage,))
-    return replace(found, question=of_card, found=own, warning=warning)
+    return replace(found, question=found.question.changed(cards=(card,)), devices=(stage,), warning=warning)
 
 
 def resolve_here(

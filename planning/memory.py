@@ -85,7 +85,7 @@ class Moment:
 class DeviceForecast(StagePlan, Moment):
     """Bytes on the device of a stage at its peak, the moment. streamed: of its blocks in host memory, which are copied
     to it in every pass. weights: base weights, of blocks that stream two slots alone. overhead: reserved and not
-    allocated."""
+    allocated. usable: of the card's memory. time: seconds of a micro-batch."""
 
     device: str
     held: int
@@ -96,6 +96,8 @@ class DeviceForecast(StagePlan, Moment):
     workspace: int
     overhead: int
     context: int
+    usable: int = 0
+    time: float = 0.0
 
     @property
     def allocated(self) -> int:
@@ -111,6 +113,11 @@ class DeviceForecast(StagePlan, Moment):
     def needed(self) -> int:
         """Of the card's memory."""
         return self.reserved + self.context
+
+    @property
+    def share(self) -> float:
+        """Of the card's memory, that is needed."""
+        return self.needed / max(1, self.usable)
 
 
 @dataclass(frozen=True)

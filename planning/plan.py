@@ -16,8 +16,8 @@ from ..system.progress import describe_duration
 from ..system.telling import aligned
 from .cards import Card
 from .memory import DeviceForecast
-from .question import Question, Setting, is_open, why_not_shared
-from .search import Found, Looked, Stage, describe_refusal, find_fastest
+from .question import Question, is_open, why_not_shared
+from .search import Found, Looked, describe_refusal, find_fastest
 from .times import ASSUMED_FLOPS_PER_S, KERNEL_S
 
 _STEPS = 1000  # of a run, where nobody says how many
@@ -41,31 +41,16 @@ _BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
 Comparison = Mapping[str, Mapping[str, "float | None"]]
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan(Found):
     """How a job is best run. looked_at: every setting that was compared. warning: why it may not fit after all, where
     the user has vouched for it; "" otherwise."""
 
     question: Question
-    found: Found
     looked_at: Looked
     placement: Placement
     notes: tuple[str, ...]
     warning: str
-
-    @property
-    def setting(self) -> Setting:
-        return self.found.setting
-
-    @property
-    def devices(self) -> tuple[Stage, ...]:
-        """Of each card, in execution order."""
-        return self.found.stages
-
-    @property
-    def step_s(self) -> float:
-        """Of a step at this size, seconds of cards of speed 1."""
-        return self.found.time
 
     @property
     def uncheckpointed(self) -> tuple[int, ...]:
@@ -88,19 +73,21 @@ def plan_training(question: Question) -> TrainingPlan:
         whole, shares = (cards[0],) * len(names), found.setting.row_shares
         placement = Placement(names, whole, cards[0], replicas=cards, row_shares=shares)
     else:
-        owners = (card for card, stage in zip(cards, found.stages, strict=True) for _ in range(stage.num_blocks))
+        owners = (card for card, stage in zip(cards, found.devices, strict=True) for _ in range(stage.num_blocks))
         placement = Placement(names, tuple(owners), cards[0])
-    over = ", ".join(_fill(stage) for stage in found.stages if stage.needed > stage.usable)
+    over = ", ".join(_fill(stage) for stage in found.devices if stage.needed > stage.usable)
     warning = f"the forecast exceeds what is free ({over}), and memory_limit_gb says to try" * bool(over)
     notes = tuple(_notes(question, found, looked_at))
-    return TrainingPlan(question, found, looked_at, placement, notes, warning)
+    return TrainingPlan(
+        **vars(found), question=question, looked_at=looked_at, placement=placement, notes=notes, warning=warning
+    )
 
 
 def _notes(question: Question, found: Found, looked_at: Looked) -> Iterator[str]:
     job, chosen, devices = question.job, found.setting.strategy, [card.device for card in question.cards]
     if shares_rows(chosen) and is_open(question.open.strategies):
         others = [each for _, each in looked_at if each is not None and not shares_rows(each.setting.strategy)]
-        best = min(others, key=lambda each: each.time, default=None)
+        best = min(others, key=lambda each: each.step_s, default=None)
         why = ", since nothing else fits them" if best is None else f": {_compared(question, found, best)}"
         yield f"the cards share out the tokens of each micro-batch{why}"
     wanted, ahead = job.parallel.requested, job.parallel.microbatches_ahead
@@ -113,8 +100,8 @@ def _notes(question: Question, found: Found, looked_at: Looked) -> Iterator[str]
 
 def _compared(question: Question, found: Found, other: Found) -> str:
     """ "about 3 s per step, and fp8-compute, one card at a time takes 5 s"."""
-    now, then = (_real_seconds(question.cards, each.time) for each in (found, other))
-    said = f"{other.time / found.time:.1f} times as long" if now is None or then is None else _seconds(then)
+    now, then = (_real_seconds(question.cards, each.step_s) for each in (found, other))
+    said = f"{other.step_s / found.step_s:.1f} times as long" if now is None or then is None else _seconds(then)
     about, way = "" if now is None else f"about {_seconds(now)} per step, and ", other.setting
     return f"{about}{way.describe()}{', one card at a time' * (way.strategy == 'none')} takes {said}"
 
@@ -130,14 +117,14 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
     if len(plan.looked_at) > 1:
         # The chosen one, then the others by their time. One that is faster and was not taken has 8-bit optimizer state,
         # or more in host memory, and copies are an estimate.
-        rows = sorted(plan.looked_at, key=lambda row: (row[0] != plan.setting, row[1].time if row[1] else math.inf))
+        rows = sorted(plan.looked_at, key=lambda row: (row[0] != plan.setting, row[1].step_s if row[1] else math.inf))
         seconds, _ = step_seconds(plan)
         tables.append([["setting", "per step"]])
         for setting, other in rows[:_MOST_ALTERNATIVES]:
             if other is None:
                 tables[-1].append([setting.describe(), "does not fit"])
                 continue
-            times = other.time / plan.step_s
+            times = other.step_s / plan.step_s
             said = f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
             tables[-1].append([setting.describe() + ", blocks stream" * other.is_streaming, said])
     return "\n\n".join(map(aligned, tables))
@@ -145,7 +132,7 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
 
 def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
     """Names and values of the plan as a whole."""
-    question, job, inputs = plan.question, plan.question.job, plan.found.offloaded_inputs / 1e9
+    question, job, inputs = plan.question, plan.question.job, plan.offloaded_inputs / 1e9
     frames = f", {question.frames} frames" if question.frames > 1 else ""
     pinned = f", {inputs:.1f} GB of it for block inputs" if inputs else ""
     size = f"{question.model.variant.name}, {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}"
@@ -156,13 +143,13 @@ def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
         ("peak", ", ".join(map(_fill, plan.devices))),
         ("plan", f"{plan.setting.describe()}; {plan.placement.describe()}"),
         ("job", f"{size}, {count}"),
-        ("host memory", f"{plan.found.host_bytes / 1e9:.1f} GB{pinned}"),
+        ("host memory", f"{plan.host_bytes / 1e9:.1f} GB{pinned}"),
         *(("assumed", each) for each in _assumed(plan)),
         *(("note", each) for each in plan.notes),
     ]
 
 
-def _fill(device: Stage) -> str:
+def _fill(device: DeviceForecast) -> str:
     return f"{device.device} {device.needed / 1e9:.2f} of {device.usable / 1e9:.2f} GB"
 
 
@@ -276,14 +263,14 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             }
             for device in plan.devices
         ],
-        "host_bytes": plan.found.host_bytes,
-        "offloaded_bytes": plan.found.offloaded_inputs,
+        "host_bytes": plan.host_bytes,
+        "offloaded_bytes": plan.offloaded_inputs,
         "verdict": _verdict(plan),
         "assumed": list(_assumed(plan)),
         "estimated_step_s": step_seconds(plan)[0],
         "notes": list(plan.notes),
         "alternatives": [
-            {"setting": setting.describe(), "times_longer": None if other is None else other.time / plan.step_s}
+            {"setting": setting.describe(), "times_longer": None if other is None else other.step_s / plan.step_s}
             for setting, other in plan.looked_at
         ],
         "warning": plan.warning,

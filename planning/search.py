@@ -53,34 +53,22 @@ class Terms(NamedTuple):
     least: Literal["seconds", "host bytes"] = "seconds"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage(DeviceForecast):
-    """What a card does. usable: bytes of its memory. time: seconds of a micro-batch."""
-
-    usable: int
-    time: float
-
-    @property
-    def share(self) -> float:
-        """Of the card's memory, that is needed."""
-        return self.needed / max(1, self.usable)
-
-
 @dataclass(frozen=True)
 class Found:
-    """How a setting would run. offloaded_inputs, loading: bytes in host memory: of block inputs, and while weights are
-    read. has_resident: whether it also fits without blocks in host memory, and is slower."""
+    """How a setting would run. devices: of each card, in execution order. step_s: of a step at this size, seconds of
+    cards of speed 1. offloaded_inputs, loading: bytes in host memory: of block inputs, and while weights are read.
+    has_resident: whether it also fits without blocks in host memory, and is slower."""
 
     setting: Setting
-    stages: tuple[Stage, ...]
-    time: float
+    devices: tuple[DeviceForecast, ...]
+    step_s: float
     offloaded_inputs: int
     loading: int
     has_resident: bool = False
 
     @property
     def is_streaming(self) -> bool:
-        return any(stage.num_offloaded for stage in self.stages)
+        return any(device.num_offloaded for device in self.devices)
 
     @property
     def must_stream(self) -> bool:
@@ -90,8 +78,8 @@ class Found:
     @property
     def host_bytes(self) -> int:
         """Host memory that it takes: streamed blocks, and one layer on its way from the file or later block inputs."""
-        stages = self.stages[:1] if shares_rows(self.setting.strategy) else self.stages  # which stream from one place
-        return sum(stage.streamed for stage in stages) + max(self.loading, self.offloaded_inputs)
+        held = self.devices[:1] if shares_rows(self.setting.strategy) else self.devices  # which stream from one place
+        return sum(device.streamed for device in held) + max(self.loading, self.offloaded_inputs)
 
     def fits_host(self, free: int | None) -> bool:
         """Whether so many bytes of host memory have room for what streams from there or waits there."""
@@ -152,7 +140,7 @@ def _weighed(question: Question, found: Found) -> float:
     """Seconds, longer for what waits in host memory by the planner's choice, or for rows that are shared out so."""
     offloads = found.setting.offloads and is_open(question.open.offloads)
     weight = HOST_GAIN ** (offloads + (found.is_streaming and question.may_stream))
-    return found.time * weight / (GAIN if _is_ours(question, found.setting) else 1)
+    return found.step_s * weight / (GAIN if _is_ours(question, found.setting) else 1)
 
 
 def fit(question: Question, setting: Setting, most: float = 1.0, best: float = math.inf) -> Found | None:
@@ -173,10 +161,10 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     # recomputed is shorter than this: the fastest card computes all, or all cards share evenly.
     whole = [(question.passes + 1) * sum(question.seconds(card, setting.scheme)) for card in question.cards]
     shortest = 1 / sum(1 / each for each in whole) if has_stages(setting.strategy) else min(whole)
-    if min(found.time, best) <= HOST_GAIN * question.accumulation * shortest:
+    if min(found.step_s, best) <= HOST_GAIN * question.accumulation * shortest:
         return found
     faster = _streaming(question, setting, 1 - HEADROOM)
-    return found if faster is None or found.time <= HOST_GAIN * faster.time else replace(faster, has_resident=True)
+    return found if faster is None or found.step_s <= HOST_GAIN * faster.step_s else replace(faster, has_resident=True)
 
 
 def each_card(question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None]) -> Found | None:
@@ -195,7 +183,7 @@ def each_card(question: Question, setting: Setting, find: Callable[[Question, Se
         if not _is_ours(question, setting):
             raise
         return None
-    plans = [one.stages[0] for one in fitting or ()]
+    plans = [one.devices[0] for one in fitting or ()]
     kept, streamed = ({getattr(each, name) for each in plans} for name in ("num_uncheckpointed", "num_offloaded"))
     if shares_rows(setting.strategy) and (len(kept) > 1 or len(streamed) > 1):
         fitting = alone((min(kept), max(streamed)))  # all recompute the same blocks, and the same ones stream
@@ -205,8 +193,8 @@ def each_card(question: Question, setting: Setting, find: Callable[[Question, Se
     whole = replace(
         fitting[0],
         setting=setting,
-        stages=tuple(one.stages[0] for one in fitting),
-        time=max(one.time for one, number in zip(fitting, numbers, strict=True) if number),
+        devices=tuple(one.devices[0] for one in fitting),
+        step_s=max(one.step_s for one, number in zip(fitting, numbers, strict=True) if number),
         offloaded_inputs=sum(one.offloaded_inputs for one in fitting),
     )
     return whole if whole.fits_host(question.host_bytes) else None
@@ -228,7 +216,7 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
     forecaster, is_by_time = question.forecaster(setting), terms.least == "seconds"
     is_by_slowest = has_stages(setting.strategy) or question.job.split.balance == "time"
 
-    def cost(stages: Sequence[Stage]) -> tuple[float, float, float]:
+    def cost(stages: Sequence[DeviceForecast]) -> tuple[float, float, float]:
         """Of cuts that are equally good, one that streams least or takes least, then that of the emptiest card."""
         time = (max if is_by_slowest else sum)(stage.time for stage in stages)
         streamed = sum(stage.streamed for stage in stages)
@@ -255,7 +243,7 @@ class _Stages:
         times = (question.seconds(card, setting.scheme, is_whole=whole) for card in question.cards)
         self._seconds = [list(accumulate((round(s * 2**40) / 2**40 for s in card), initial=0.0)) for card in times]
 
-    def make(self, index: int, start: int, end: int) -> Stage | None:
+    def make(self, index: int, start: int, end: int) -> DeviceForecast | None:
         """The best that a card can do with these blocks; None if it needs more than it may."""
         kept, streamed = self._split.blocks_without_checkpointing, self._split.offloaded_blocks
         blocks, is_checkpointing = self._terms.blocks, self._question.is_checkpointing
@@ -270,13 +258,13 @@ class _Stages:
         if found is None or kept or not is_checkpointing or blocks != "spares":
             return found
 
-        def with_kept(count: int) -> Stage | None:
+        def with_kept(count: int) -> DeviceForecast | None:
             return self._checked(replace(plan, num_uncheckpointed=count))
 
         counts = range(1, end - start - offloaded + 1)
         return with_kept(bisect_left(counts, True, key=lambda count: with_kept(count) is None))
 
-    def _streaming(self, plan: StagePlan) -> Stage | None:
+    def _streaming(self, plan: StagePlan) -> DeviceForecast | None:
         """With as few blocks in host memory as let the stage fit; no activations depend on them. None for none."""
         forecaster, most = self._forecaster, plan.num_blocks - plan.num_uncheckpointed
         if self._terms.blocks == "all":
@@ -300,7 +288,7 @@ class _Stages:
             over.append(found.weights - self._split.memory_limit_gb[found.stage] * 1e9)
         return max(over)
 
-    def _checked(self, plan: StagePlan) -> Stage | None:
+    def _checked(self, plan: StagePlan) -> DeviceForecast | None:
         """The stage, None if it needs more of its card than it may."""
         card, forecaster, link = self._question.cards[plan.stage], self._forecaster, self._question.link
         found = forecaster.device(card.name, plan)
@@ -314,7 +302,7 @@ class _Stages:
         streaming = passes * found.streamed / link
         copying = streaming + 2 * forecaster.leaving(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
-        return Stage(**vars(found), usable=card.usable_bytes, time=time)
+        return replace(found, usable=card.usable_bytes, time=time)
 
 
 # ---- what is missing where nothing fits, and the changes that were computed to be enough
@@ -335,7 +323,7 @@ def needed_at_least(question: Question) -> Found | None:
     unlimited = question.changed(job=replace(question.job, split=split), host_bytes=None)
     terms = Terms(math.inf, "all" if question.may_stream else "plain")
     found = [each for setting in _leanest(question) if (each := _cut(unlimited, setting, terms))]
-    return min(found, key=lambda each: max(stage.share for stage in each.stages), default=None)
+    return min(found, key=lambda each: max(device.share for device in each.devices), default=None)
 
 
 def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
@@ -367,7 +355,7 @@ def describe_refusal(question: Question) -> str:
         f"does not fit: at {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}, batch "
         f"{job.train.batch_size}, rank {job.lora.rank}, {best.setting.describe()} the best cut needs"
     ]
-    for stage in best.stages:
+    for stage in best.devices:
         needed, there, weights = stage.needed / 1e9, stage.usable / 1e9, stage.weights / 1e9
         verdict = f"{needed - there:.2f} GB are missing" if needed > there else "fits"
         away = f" ({stage.num_offloaded} in host memory)" if stage.num_offloaded else ""

@@ -32,7 +32,7 @@ def _times_longer(plan: TrainingPlan, strategy: str) -> float | None:
     """Than the chosen one, of the best with this strategy; None if none fits."""
     tried = [found for each, found in plan.looked_at if each.strategy == strategy]
     assert tried
-    return min((found.time / plan.step_s for found in tried if found is not None), default=None)
+    return min((found.step_s / plan.step_s for found in tried if found is not None), default=None)
 
 
 @pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute"])
@@ -96,8 +96,8 @@ def test_the_user_overrules_it_both_ways():
     with pytest.raises(ValueError, match="^does not fit: "):
         plan_training(question)
     found = needed_at_least(question)
-    assert found is not None and [stage.num_blocks for stage in found.stages] == [56, 56]
-    assert all(stage.share > 1 for stage in found.stages)
+    assert found is not None and [stage.num_blocks for stage in found.devices] == [56, 56]
+    assert all(stage.share > 1 for stage in found.devices)
     assert 'parallel.strategy = "auto"' in what_helps(question)
 
 

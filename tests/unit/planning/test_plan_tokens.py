@@ -53,7 +53,7 @@ def test_weights_that_do_not_fit_stream_alike_on_all_cards_and_are_in_host_memor
     assert plan.setting.strategy == "tokens" and plan.uncheckpointed == (0, 0)
     assert plan.offloaded[0] == plan.offloaded[1] > 2
     assert all(device.needed <= device.usable for device in plan.devices)
-    assert plan.found.host_bytes == (plan.offloaded[0] + 1) * GB  # and one block on its way from the file
+    assert plan.host_bytes == (plan.offloaded[0] + 1) * GB  # and one block on its way from the file
     room = (plan.offloaded[0] + 1) * GB / 0.9
     assert _plan(make_cards(100, 12), host_bytes=int(room + 1), **TOKENS).offloaded == plan.offloaded
     with pytest.raises(ValueError, match="host memory"):
@@ -62,8 +62,8 @@ def test_weights_that_do_not_fit_stream_alike_on_all_cards_and_are_in_host_memor
 
 def test_what_is_missing_counts_blocks_that_stream() -> None:
     found = needed_at_least(_ask(make_cards(4, 4), **TOKENS))
-    assert found is not None and [stage.num_offloaded for stage in found.stages] == [10, 10]
-    assert all(stage.share > 1 for stage in found.stages)
+    assert found is not None and [stage.num_offloaded for stage in found.devices] == [10, 10]
+    assert all(stage.share > 1 for stage in found.devices)
 
 
 @pytest.mark.parametrize("streamed", [0, 4])

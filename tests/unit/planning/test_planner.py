@@ -140,7 +140,7 @@ def test_a_batch_or_a_size_that_is_too_large_is_named():
 
 def test_auto_takes_the_fastest_scheme_and_the_users_choice_stays():
     plan = _plan("80GB,80GB", model={"quantize": "auto"})
-    slower = {each.scheme: found.time / plan.step_s for each, found in plan.looked_at if found}
+    slower = {each.scheme: found.step_s / plan.step_s for each, found in plan.looked_at if found}
     assert plan.setting.scheme == "fp8-compute" and slower["none"] > slower["int8-compute"] > 1
     assert _plan("80GB,80GB", model={"quantize": "none"}).setting.scheme == "none"
 
@@ -207,7 +207,7 @@ def test_host_memory_is_a_limit_too():
         _helps(question)
     best = needed_at_least(_ask(cards, host_bytes=4 * GB))
     assert best is not None and best.host_bytes > 4 * GB and not best.fits_host(4 * GB)
-    assert all(stage.share <= 1 for stage in best.stages)  # the cards have room
+    assert all(stage.share <= 1 for stage in best.devices)  # the cards have room
     _plan("24GB,24GB", host_bytes=0)  # nothing streams
 
 
@@ -274,12 +274,12 @@ def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     fewest = next(count for count in range(3, 11) if needed - count + 2 <= 0.95 * 8)
     fast = plan_training(_made_up(make_cards(8), ONES))
     assert fast.offloaded == (fewest,) and fast.step_s == pytest.approx(30, rel=1e-3)
-    assert fast.found.host_bytes == (fewest + 1) * GB
+    assert fast.host_bytes == (fewest + 1) * GB
     slow = plan_training(_made_up(make_cards(8), ONES, link=GB / 4))
     assert slow.step_s == pytest.approx(2 * fewest * 4 + UNHIDDEN * 30)
     too_small = _made_up(make_cards(2.4), ONES, train={"batch_size": 64, "gradient_accumulation_steps": 64})
     assert not any("batch_size" in each for each in _helps(too_small))  # for which a job has no micro-batches enough
-    ((stage,),) = [best.stages for best in [needed_at_least(too_small)] if best]
+    ((stage,),) = [best.devices for best in [needed_at_least(too_small)] if best]
     assert stage.num_offloaded == 10 and stage.weights == 2 * GB and stage.share > 1
 
 
@@ -296,9 +296,9 @@ def test_a_cut_that_takes_less_of_the_host_is_found():
     """The first card is so fast that it would take all blocks, and the host has no room for as many."""
     cards = make_cards(5, 5, speeds=(10.0, 1.0))
     most = plan_training(_made_up(cards, ONES))
-    host_bytes = int(0.9 * most.found.host_bytes / HOST_SHARE)
+    host_bytes = int(0.9 * most.host_bytes / HOST_SHARE)
     less = plan_training(_made_up(cards, ONES, host_bytes=host_bytes))
-    assert less.found.host_bytes <= HOST_SHARE * host_bytes < most.found.host_bytes
+    assert less.host_bytes <= HOST_SHARE * host_bytes < most.host_bytes
     assert less.step_s >= most.step_s
 
 
@@ -330,7 +330,7 @@ def test_inputs_are_offloaded_where_nothing_fits_otherwise():
     (device,) = plan.devices
     away = 10 - device.num_uncheckpointed
     assert plan.setting.offloads and device.checkpoints == (2 + device.num_uncheckpointed) * 5 * 10**8
-    assert plan.found.host_bytes == plan.found.offloaded_inputs == away * 5 * 10**8
+    assert plan.host_bytes == plan.offloaded_inputs == away * 5 * 10**8
     assert [found for each, found in plan.looked_at if not each.offloads] == [None]
     values = plan_values(plan)
     assert values["setting"]["offload_activations"] is True and values["offloaded_bytes"] > 0
