@@ -196,15 +196,15 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metad
         raise
 
 
-def tensors_in_pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    """A safetensors file of these, on any device and of any shape but numbers; one at a time is on the CPU."""
-    entries: _Entries = {}
-    end = 0
-    for name, tensor in tensors.items():
+def tensors_in_pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {}) -> Iterator[bytes]:
+    """A safetensors file of these, on any device, wide types first, as aligned; one at a time is on the CPU."""
+    ordered = dict(sorted(tensors.items(), key=lambda each: (-each[1].dtype.itemsize, each[0])))
+    entries, end = _Entries(), 0
+    for name, tensor in ordered.items():
         entries[name] = FILE_TYPES[tensor.dtype], list(tensor.shape), end, tensor.nbytes
         end += tensor.nbytes
     yield _header_bytes(entries, metadata)
-    for tensor in tensors.values():
+    for tensor in ordered.values():
         alive()
         yield _bytes_of(tensor)
 
@@ -214,7 +214,7 @@ _Entries = dict[str, tuple[str, list[int], int, int]]  # type, shape, and where 
 
 def _header_bytes(entries: _Entries, metadata: Mapping[str, str], num_in_front: int = 0) -> bytes:
     """num_in_front: bytes of numbers, behind which everything else begins."""
-    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     for name, (kind, shape, start, num_bytes) in entries.items():
         start += num_in_front if shape else 0
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, start + num_bytes]}

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import torch
+
+from ..checkpoints import weight_file
 from ..checkpoints.header import FileHeader, read_file_header
-from ..system.files import TEMPORARY_SUFFIX, tensors_as_bytes, what_helps, write_atomically
+from ..system.files import TEMPORARY_SUFFIX, what_helps, write_atomically
 from ..system.locks import Claim, take_claim
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,9 @@ class CacheStore:
         if not tensors:
             raise ValueError(f"cache entry {key} has no tensors")
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        path = self.path(key)
+        path, metadata = self.path(key), {_KEY_NAME: key, _CHECKSUM: _checksum(plain, key)}
         try:
-            write_atomically(path, tensors_as_bytes(plain, {_KEY_NAME: key, _CHECKSUM: _checksum(plain, key)}))
+            write_atomically(path, weight_file.tensors_in_pieces(plain, metadata))
         except OSError as error:
             # Windows refuses to replace a file that someone has open; that someone has the same entry.
             if not (os.name == "nt" and isinstance(error, PermissionError) and key in self):
@@ -239,10 +239,8 @@ def _read_header(path: Path) -> FileHeader | None:
 
 def _read_checked(path: Path, metadata: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
     """The tensors of an entry if they are those that were written, else None, and the file is removed."""
-    from ..checkpoints.weight_file import load_tensors
-
     with contextlib.suppress(ValueError, FileNotFoundError):  # a flipped byte in the header; deleted just now
-        tensors = load_tensors(path)
+        tensors = weight_file.load_tensors(path)
         if _checksum(tensors, metadata.get(_KEY_NAME, "")) == metadata[_CHECKSUM]:
             return tensors
     now = _read_header(path)
@@ -256,8 +254,6 @@ def _read_checked(path: Path, metadata: Mapping[str, str]) -> dict[str, torch.Te
 
 def _checksum(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:
     """CRC-32 over a text, and names, types, shapes and bytes. It finds accidents, which is all a cache must fear."""
-    import torch
-
     value = zlib.crc32(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..checkpoints import lora_file
+from ..checkpoints.weight_file import tensors_in_pieces
 from ..config.job import OutputConfig, job_to_dict
-from ..system.files import tensors_as_bytes, write_atomically
+from ..system.files import write_atomically
 from ..training.adapter import LoraHandle
 from ..training.state import unsaved
 from ..version import VERSION
@@ -52,7 +53,7 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
         found = f"after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is zero in every layer"
         helps = "start anew with another output.folder, and a higher optimizer.learning_rate or more steps"
         raise RuntimeError(f"{path} is not written: {found} (as {plan.job.output.lora_dtype}); {helps}")
-    data = tensors_as_bytes(tensors, lora_metadata(plan))
+    data = b"".join(tensors_in_pieces(tensors, lora_metadata(plan)))
     if not (path.is_file() and path.read_bytes() == data):
         try:
             write_atomically(path, data)

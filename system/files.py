@@ -13,13 +13,10 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 TEMPORARY_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
@@ -67,23 +64,6 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
-
-
-def tensors_as_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A safetensors file of these, which may be on any device; two names must not share memory."""
-    from safetensors.torch import save
-
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    data = save(plain, metadata=dict(metadata) if metadata else None)
-    # The library's order of metadata differs between processes, and equal results should be equal files. The header
-    # stays padded to 8 bytes, so the tensors stay aligned.
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    if "__metadata__" in header:
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def remove_leftovers(folder: Path, min_age_s: float = -math.inf) -> None:

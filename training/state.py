@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.weight_file import load_tensors
+from ..checkpoints.weight_file import load_tensors, tensors_in_pieces
 from ..config.ranges import STATE_FILES
 from ..system.files import (
     expect,
@@ -25,7 +25,6 @@ from ..system.files import (
     read_ordinary,
     remove_leftovers,
     sync_folder,
-    tensors_as_bytes,
     what_helps,
     write_atomically,
 )
@@ -68,7 +67,7 @@ def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
         tensors, description = state.optimizer
         digests = {}
         for name, content in zip(STATE_FILES, (state.adapter, tensors, state.random), strict=True):
-            data = tensors_as_bytes(content)
+            data = b"".join(tensors_in_pieces(content))
             digests[name] = hashlib.sha256(data).hexdigest()
             write_atomically(working / name, data)
         facts = {"version": _VERSION, "step": state.step, "files": digests, "optimizer": description, **state.facts}

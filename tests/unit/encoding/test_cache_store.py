@@ -58,7 +58,7 @@ def test_no_flipped_bit_passes(tmp_path):
 def test_entries_from_before_their_key_was_in_them_are_read(tmp_path):
     store = CacheStore(tmp_path)
     old = store_module._checksum(_tensors())
-    files.write_atomically(store.path(KEY), files.tensors_as_bytes(_tensors(), {"checksum": old}))
+    files.write_atomically(store.path(KEY), weight_file.tensors_in_pieces(_tensors(), {"checksum": old}))
     assert are_equal(store.get(KEY), _tensors())
 
 
