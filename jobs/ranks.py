@@ -4,7 +4,7 @@ ranks, scheme and optimizer. Each resolves the job for its own devices, as if it
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,6 @@ from ..planning.dry_run import NoForecast
 from ..planning.plan import TrainingPlan
 from ..planning.search import HEADROOM
 from ..runs.record import run_lock
-from ..system.files import tensors_as_bytes
 from ..system.stopping import Requests, Stopped
 from ..training.batches import CachedSamples
 from ..training.state import TrainingState
@@ -100,22 +99,13 @@ def locked_folder(folder: Path, ranks: Ranks) -> Iterator[None]:
 def state_for_all(job: JobConfig, ranks: Ranks, *, resume: Resume) -> TrainingState | None:
     """What the first rank finds to resume, on every rank; random states are the first one's alone. See find_state."""
     found = ranks.on_all(lambda: find_state(job, resume=resume) if ranks.is_first else None)
-    if not ranks.from_first(lambda: found is not None):
-        return None
-    described: dict[str, Any] = {}
-    if found is not None:
-        kept = {"step": found.step, "optimizer": found.optimizer[1], "facts": found.facts, "path": str(found.path)}
-        described = json.loads(json.dumps(kept))
-    facts = ranks.from_first(lambda: described)
-    adapter = ranks.share(b"" if found is None else tensors_as_bytes(found.adapter))
-    optimizer = ranks.share(b"" if found is None else tensors_as_bytes(found.optimizer[0]))
-    if found is not None:
+    if not ranks.is_launched:
         return found
-    from safetensors.torch import load
-
-    return TrainingState(
-        facts["step"], load(adapter), (load(optimizer), facts["optimizer"]), {}, facts["facts"], Path(facts["path"])
-    )
+    data = io.BytesIO()
+    if ranks.is_first:
+        torch.save(found and vars(found) | {"random": {}, "path": str(found.path), "own": {}}, data)
+    values = torch.load(io.BytesIO(ranks.share(data.getvalue())), weights_only=True)
+    return found or (values and TrainingState(**values | {"path": Path(values["path"])}))
 
 
 def facts_for_all(
