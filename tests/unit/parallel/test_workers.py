@@ -23,9 +23,10 @@ def _coordinator():
 
 
 def test_the_first_error_is_raised_and_the_others_are_stopped_where_they_wait():
-    run, stopped = _coordinator(), []
+    run, stopped, all_began = _coordinator(), [], threading.Barrier(3)
 
     def wait():
+        all_began.wait()
         try:
             with run.when(lambda: False):
                 pass
@@ -34,7 +35,7 @@ def test_the_first_error_is_raised_and_the_others_are_stopped_where_they_wait():
             raise ValueError("a consequence") from None
 
     def fail():
-        time.sleep(0.01)
+        all_began.wait()
         raise KeyError("the cause")
 
     with pytest.raises(KeyError, match="the cause"):
@@ -43,25 +44,24 @@ def test_the_first_error_is_raised_and_the_others_are_stopped_where_they_wait():
 
 
 def test_every_worker_leaves_its_policy_also_one_that_comes_when_the_run_has_failed(monkeypatch):
-    left, begun, lock = [], [], threading.Lock()
+    run, left, begun = _coordinator(), [], []
     plain = workers_module.ThreadState.taken_over
 
     @contextlib.contextmanager
     def late(state):
-        if threading.current_thread().name.endswith("-2"):
-            time.sleep(0.05)
+        while threading.current_thread().name.endswith("-2") and not run.is_stopping:
+            time.sleep(0.001)
         with plain(state):
             yield
 
     def work(index):
-        with lock:
-            begun.append(index)
+        begun.append(index)
         if index == 0:
             raise ZeroDivisionError
 
     monkeypatch.setattr(workers_module.ThreadState, "taken_over", late)
     with pytest.raises(ZeroDivisionError):
-        _coordinator().run([partial(work, index) for index in range(3)], left.append)
+        run.run([partial(work, index) for index in range(3)], left.append)
     assert sorted(left) == [0, 1, 2] and 2 not in begun
 
 
