@@ -107,18 +107,14 @@ def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
 # --- filling the cache ------------------------------------------------------------------------------------------------
 
 
-def _say_nothing(*progress: Any) -> None:
-    pass
-
-
 def fill(
     items: Iterable[Item],
     source: Source[Item],
     store: CacheStore,
-    on_progress: Callable[[int, int, str], None] = _say_nothing,
+    on_progress: Callable[[int, int, str], None] = lambda *progress: None,
     should_stop: Callable[[], bool] = never,
     *,
-    on_begin: Callable[[], None] = _say_nothing,
+    on_begin: Callable[[], None] = lambda: None,
 ) -> dict[Item, str]:
     """Have what the source makes of every item in the store, encoding what is missing; equal content once. Item -> key.
 

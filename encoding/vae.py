@@ -138,19 +138,22 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
     import diffusers
     from diffusers.loaders import single_file_utils as converters
 
+    whole = ("vae.", "first_stage_model.")  # prefixes in the file of a whole model
+    prefix = next((each for each in whole if f"{each}encoder.conv_in.weight" in tensors), "")
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     with as_damage(file, f"an {family.vae_class}", _WHAT_WORKS):  # shapes
         with parameters_on_meta():
             vae = getattr(diffusers, family.vae_class).from_config(dict((variant or family.variants[0]).vae_config))
-        found = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
-        if "encoder.conv_in.weight" not in tensors:
+        if "encoder.conv_in.weight" not in found:
             converted, known = converters.convert_wan_vae_to_diffusers(found), vae.state_dict().keys()
             found = {name: tensor for name, tensor in converted.items() if name in known}
-        elif any(name.startswith("encoder.down.") for name in tensors):
-            named = {_OWN.sub(r"\1", name): tensor for name, tensor in found.items()}
+        elif any(name.startswith("encoder.down.") for name in found):
+            num_given, named = len(found), {_OWN.sub(r"\1", name): tensor for name, tensor in found.items()}
             statistics = {name: named.pop(name) for name in list(named) if name.startswith("bn.")}
             found = {**converters.convert_ldm_vae_checkpoint(named, vae.config), **statistics}
-            if len(found) != len(tensors):
-                raise ValueError(f"it has {len(tensors)} tensors, and {len(found)} of them are known")
+            if len(found) != num_given:
+                raise ValueError(f"it has {num_given} tensors, and {len(found)} of them are known")
+        found = {name: each.float() if each.is_floating_point() else each for name, each in found.items()}
         missing, unexpected = vae.load_state_dict(found, strict=False, assign=True)
     _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
     _refuse(file, "has unknown", unexpected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from devicebridge.encoding.text_encoder import _load_tokenizer
-from devicebridge.encoding.vae import find_vae, load_vae, vae_fingerprint
+from devicebridge.encoding.vae import check_vae, find_vae, load_vae, vae_fingerprint
 from devicebridge.tests.encoding import example_family
 from safetensors.torch import save_file
 
@@ -20,15 +20,10 @@ KL_CONFIG = {
 FLUX1_CONFIG = {**KL_CONFIG, "use_quant_conv": False, "use_post_quant_conv": False}
 # The Wan conversion knows the published depth only: four levels, two residual blocks each.
 WAN_CONFIG = {"base_dim": 4, "z_dim": 4, "num_res_blocks": 2}
-
-
 CASES = {
-    "flux1": ("AutoencoderKL", FLUX1_CONFIG),
-    "flux2": ("AutoencoderKLFlux2", KL_CONFIG),
+    "flux1": ("AutoencoderKL", FLUX1_CONFIG), "flux2": ("AutoencoderKLFlux2", KL_CONFIG),
     "wan": ("AutoencoderKLWan", WAN_CONFIG),
-}
-
-
+}  # fmt: skip
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -104,13 +99,19 @@ def test_folders_load(tmp_path, case, dtype):
         _assert_same_weights(load_vae(family, None, path, dtype), vae, dtype)
 
 
-@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize("layout", ["original", "diffusers", "vae.", "first_stage_model."])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_single_files_load_in_both_layouts(tmp_path, case, layout, dtype):
+    """And with a prefix in the file of a whole model, as in ComfyUI's flux1-dev-fp8.safetensors."""
     name, family, vae = case
-    tensors = vae.state_dict() if layout == "diffusers" else _original_names(name, vae.state_dict())
-    assert layout == "diffusers" or not tensors.keys() <= vae.state_dict().keys()
+    is_whole, tensors = layout.endswith("."), _original_names(name, vae.state_dict())
+    assert not tensors.keys() <= vae.state_dict().keys()
+    if layout == "diffusers" or (is_whole and name == "wan"):
+        tensors = vae.state_dict()
+    if is_whole:
+        tensors = {**{f"{layout}{key}": each for key, each in tensors.items()}, "model.weight": torch.ones(2)}
     save_file(tensors, tmp_path / "vae.safetensors")
+    check_vae(family, None, tmp_path / "vae.safetensors", vae.config.get("latent_channels") or vae.config["z_dim"])
     loaded = load_vae(family, family.variants[0], tmp_path / "vae.safetensors", dtype)
     _assert_same_weights(loaded, vae, dtype)
     pixels = torch.randn(1, 3, 16, 16, dtype=dtype) if name != "wan" else torch.randn(1, 3, 1, 16, 16, dtype=dtype)
@@ -161,13 +162,10 @@ def test_the_fingerprint_follows_content_and_config_of_a_file_but_not_its_name(t
     assert vae_fingerprint(other, None, tmp_path / "one.safetensors") != one
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("no memory"), MemoryError("none"), ImportError("LlamaTokenizer requires sentencepiece"),
-        OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "locked"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("no memory"), MemoryError("none"), ImportError("LlamaTokenizer requires sentencepiece"),
+    OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "locked"),
+])  # fmt: skip
 def test_what_no_other_files_would_mend_is_raised_as_it_is(error, tmp_path, monkeypatch):
     family = example_family("AutoencoderKL", KL_CONFIG)
     diffusers.AutoencoderKL(**KL_CONFIG).save_pretrained(tmp_path)
