@@ -162,8 +162,7 @@ def _check_encoders(plan: JobPlan) -> None:
         for spec in plan.variant.text_encoders:
             width = int(config[keys[spec.output]]) if spec.output in keys else None  # where the family says it
             check_encoder(spec, folder, width)
-            folder_fingerprint(folder / spec.folder)
-            folder_fingerprint(folder / spec.tokenizer_folder)
+            folder_fingerprint(folder / spec.tokenizer_folder)  # small; whether it is there
     if not cache.has_stock_latents:
         _check_vae(plan, plan.vae_path)
 

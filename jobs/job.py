@@ -304,6 +304,7 @@ def build_trainer(
         ranks=ranks,
     )
     trainer.samples = make_sampler(plan, trainer)
+    cleanup.callback(setattr, trainer, "samples", None)  # which holds the trainer
     return trainer
 
 

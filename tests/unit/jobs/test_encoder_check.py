@@ -111,6 +111,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "no VAE's config": (
         _config("vae", norm_num_groups=7), r"vae cannot be read as an AutoencoderKLFlux2 \(\w+: .*; give the VAE",
     ),
+    "no tokenizer": (lambda folder: shutil.rmtree(folder / "model" / "tokenizer"), "tokenizer is not a folder; give"),
     "an encoder with fewer layers": (
         _weights("text_encoder", lambda given: {name: each for name, each in given.items() if "layers.3" not in name}),
         "text_encoder lacks weights of the .* its config describes",

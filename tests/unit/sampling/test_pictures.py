@@ -1,9 +1,11 @@
 """Pictures of whole tiny jobs: those of diffusers' pipelines, the same on any cards; the LoRA is as without."""
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,12 @@ from devicebridge.tests.clips import save_clip
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_cards_job, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
+from devicebridge.training.loop import Trainer
 from PIL import Image
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
 
+_long = partial(pytest.param, marks=pytest.mark.long)
 PROMPTS = ["a cat, in the rain", "picture 1"]
 SEED, STEPS, GUIDANCE = 11, 3, 2.5
 TRAIN = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}
@@ -86,11 +90,8 @@ def _pipeline(job: JobConfig, name: str, lora: Path | None) -> Any:
     model = getattr(diffusers, FAMILIES[name].transformer_class).from_pretrained(Path(job.model.path) / "transformer")
     vae = getattr(diffusers, FAMILIES[name].vae_class).from_pretrained(Path(job.model.path) / "vae")
     parts = [folder for encoder in TINY[name].encoders for folder in encoder[2:]]
-    scheduler = (
-        _MakersGrid(shift=5.0)
-        if name == "wan"
-        else diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    )
+    usual = diffusers.FlowMatchEulerDiscreteScheduler
+    scheduler = _MakersGrid(shift=5.0) if name == "wan" else usual(use_dynamic_shifting=True)
     pipeline_class = getattr(diffusers, TINY[name].pipeline_class)
     pipeline = pipeline_class(scheduler=scheduler, transformer=model, vae=vae, **dict.fromkeys(parts))
     pipeline.set_progress_bar_config(disable=True)
@@ -120,7 +121,7 @@ def _reference(job: JobConfig, name: str, prompt: str, shape: torch.Size, lora: 
     return found.reshape(1, channels, frames, height, width)
 
 
-@pytest.mark.parametrize("name", ["flux2", "wan", pytest.param("flux1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["flux2", "wan", _long("flux1")])
 def test_pictures_are_those_of_diffusers_pipeline_with_the_same_lora(name, tmp_path, drawn):
     """Before the first step without a LoRA, after the last with the file that was written."""
     job = _job(tmp_path, "run", name, samples={"every_steps": 0, "width": 128, "height": 64})
@@ -202,7 +203,7 @@ def _with(job: JobConfig, **sections: Any) -> JobConfig:
 
 
 @pytest.mark.usefixtures("tiny_weights_leave")
-@pytest.mark.parametrize("scheme", ["none", pytest.param("int8-compute", marks=pytest.mark.long)])
+@pytest.mark.parametrize("scheme", ["none", _long("int8-compute")])
 def test_every_strategy_draws_the_pictures_and_writes_the_lora_of_one_card(scheme: str, tmp_path: Path) -> None:
     def run(name: str, folder: str, **sections: Any) -> tuple[bytes, dict[str, bytes]]:
         merged = {**STRATEGIES[name], "lora": {"dropout": 0.0}, **sections}
@@ -219,9 +220,7 @@ def test_every_strategy_draws_the_pictures_and_writes_the_lora_of_one_card(schem
         assert run(name, name) == (lora, pictures), name
 
 
-@pytest.mark.parametrize(
-    "name", ["flux2", *(pytest.param(each, marks=pytest.mark.long) for each in sorted(FAMILIES) if each != "flux2")]
-)
+@pytest.mark.parametrize("name", ["flux2", *map(_long, sorted(FAMILIES.keys() - {"flux2"}))])
 def test_the_lora_is_the_same_bytes_with_and_without_also_when_resumed(name: str, tmp_path: Path) -> None:
     without = _run(_job(tmp_path, "without", name, samples={"prompts": []}))
     job = _job(tmp_path, "with", name)
@@ -251,9 +250,7 @@ def _in_second_forward_after(seen: list[Event], step: int) -> Callable[[], bool]
 
 
 @pytest.mark.usefixtures("tiny_weights_leave")
-@pytest.mark.parametrize(
-    "strategy", [*(pytest.param(name, marks=pytest.mark.long) for name in ("split", "pipeline")), "weight offload"]
-)
+@pytest.mark.parametrize("strategy", [*map(_long, ("split", "pipeline")), "weight offload"])
 def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(strategy, tmp_path, monkeypatch, caplog):
     """It breaks in the middle of the model, at the second forward of the second time."""
     sections = STRATEGIES[strategy]
@@ -405,8 +402,10 @@ def _counting(forward: Callable[..., Any], called: list[bool]) -> Callable[..., 
     return compiled
 
 
-def test_random_numbers_that_drawing_takes_are_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a library does that fills a fresh VAE with random weights before it reads the file's."""
+def test_random_numbers_that_drawing_takes_are_put_back_and_the_training_goes(tmp_path, monkeypatch, request):
+    """As a library does that fills a fresh VAE with random weights before it reads the file's. The optimizer's state,
+    say, is let go without a look for garbage."""
+    request.addfinalizer(gc.enable)
     split = {"split": TWO}
     without = _run(_job(tmp_path, "without", **split, samples={"prompts": []}))
     plain = decode.load_vae
@@ -414,9 +413,11 @@ def test_random_numbers_that_drawing_takes_are_put_back(tmp_path: Path, monkeypa
     def drawing(*arguments: Any) -> Any:
         for device in ("cpu", "lazy:0", "lazy:1"):
             torch.empty(3, device=device).uniform_()
+        gc.disable()
         return plain(*arguments)
 
     monkeypatch.setattr(decode, "load_vae", drawing)
     result = _run(_job(tmp_path, "with", **split, samples={"every_steps": 1}))
+    assert not any(isinstance(each, Trainer) for each in gc.get_objects())
     assert result.lora_path and without.lora_path and result.losses == without.losses
     assert result.lora_path.read_bytes() == without.lora_path.read_bytes()
