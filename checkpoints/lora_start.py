@@ -42,7 +42,7 @@ _SPELLINGS = {
     B: r"\.lora_B(\.default)?(\.weight)?|\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight",
     "alpha": r"\.alpha",
     MAGNITUDE: r"\.lora_magnitude_vector(\.default)?(\.weight)?",
-    **{kind: rf"\.{kind}(\.default)?" for kind in (DORA, *LOKR, *LOHA, OFT)},
+    **{kind: rf"\.{kind}" for kind in (DORA, *LOKR, *LOHA, OFT)},
 }
 _SUFFIXES = {kind: re.compile(rf"^(.+?)({spelling})$") for kind, spelling in _SPELLINGS.items()}
 _PEFT_PREFIX = "base_model.model."

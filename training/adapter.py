@@ -52,7 +52,7 @@ class LoraHandle:
     def _named_as_files(self) -> dict[str, nn.Parameter]:
         named = {}
         for name, parameter in self.parameters().items():
-            part = find_part(name)
+            part = find_part(name.removesuffix(f".{_ADAPTER}"))  # PEFT's; a file of these kinds has none
             assert part is not None, name
             named[f"{part.layer}.{DORA if part.kind == MAGNITUDE else part.kind}"] = parameter
         return named

@@ -140,6 +140,7 @@ def _refused() -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None, tupl
         "a magnitude of OFT": ({f"{name}.oft_blocks": up, magnitude: up[:, :1]}, None, (name, "OFT")),
         "unequal ranks": ({a: down, b: _random(ROWS, 8)}, None, (name, "rank 4", "rank 8")),
         "complex": ({a: down.to(torch.complex64), b: up}, None, (name, "lora_A", "complex64")),
+        "PEFT's names": ({f"{key}.default": each for key, each in lokr.items()}, None, ("lokr_w1.default", "LoKr")),
         "NaN": ({a: down, b: up * math.nan}, None, (name, "lora_B", "not finite")),
         "empty": ({a: down[:0], b: up[:, :0]}, None, (name, "lora_A", "empty")),
         "half of LoKr": ({f"{name}.lokr_w1": up, f"{name}.lokr_w2_b": down}, None, (name, "lokr_w2_a")),
