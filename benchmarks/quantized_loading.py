@@ -219,7 +219,7 @@ def plan(info: CheckpointInfo, scheme: str, devices: list[torch.device]) -> tupl
     full, main_device = parameter_bytes(model, blocks, 2)
     sizes = full
     if scheme != "bf16":
-        sizes, main_device = stored_bytes(model, FAMILY, blocks, 2, QuantizeSettings(scheme))  # type: ignore[arg-type]
+        sizes, main_device = stored_bytes(model, FAMILY, blocks, torch.bfloat16, QuantizeSettings(scheme))  # type: ignore[arg-type]
     return plan_placement(blocks, devices, block_cost=sizes, main_cost=main_device), max(full)
 
 

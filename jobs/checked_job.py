@@ -194,7 +194,7 @@ def place_by_size(
 def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:
     """Weights of each block as they will be held, and of all else."""
     model, family, settings = subject.model, subject.info.family, config.quantize_settings
-    blocks, element_size = block_names(model, family), getattr(torch, config.dtype).itemsize
+    blocks, dtype = block_names(model, family), getattr(torch, config.dtype)
     if settings is None:
-        return parameter_bytes(model, blocks, element_size)
-    return stored_bytes(model, family, blocks, element_size, settings)
+        return parameter_bytes(model, blocks, dtype.itemsize)
+    return stored_bytes(model, family, blocks, dtype, settings)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..checkpoints.checkpoint import expert_by_name
 from ..checkpoints.fingerprint import folder_fingerprint
+from ..checkpoints.load import weight_types
 from ..checkpoints.model_class import with_defaults
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
@@ -71,11 +72,10 @@ def check_tools(plan: JobPlan) -> None:
         _check_encoders(plan)
     if job.samples.prompts:
         _check_samples(plan)
-    settings = job.model.quantize_settings
-    if settings is not None:
+    if (settings := job.model.quantize_settings) is not None:
         if reason := refusal(settings, placement.used_devices):
             raise ValueError(reason)
-        describe_quantized(plan.model, plan.family, settings, plan.execution.dtype.itemsize)
+        describe_quantized(plan.model, plan.family, settings, weight_types(plan.model, plan.execution.dtype))
 
 
 def _check_samples(plan: JobPlan) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..assembly import Assembled, assemble_for_training, assemble_sharded
 from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import weight_types
 from ..config.job import JobConfig, Resume
 from ..config.model import Strategy, shards_weights
 from ..data.samples import BatchOrder
@@ -268,8 +269,8 @@ def build_trainer(
         events.emit("forecast", devices=compare(plan.training.devices), parts=parts, pace=pace)
     reset_peaks(plan.placement.used_devices)  # of the encoders
     if (settings := plan.execution.quantize) is not None:
-        summary, _ = describe_quantized(plan.model, plan.family, settings, plan.execution.dtype.itemsize)
-        events.emit("quantized", summary=summary)
+        text, _ = describe_quantized(plan.model, plan.family, settings, weight_types(plan.model, plan.execution.dtype))
+        events.emit("quantized", summary=text)
     assembled = _assemble(plan, ranks, cleanup)
     lora = assembled.adapter
     for each in assembled.parts if plan.start else ():

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..assembly import ExecutionPlan
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
-from ..checkpoints.load import make_empty_transformer
+from ..checkpoints.load import make_empty_transformer, weight_types
 from ..config.job import JobConfig, ModelConfig, ModelScheme
 from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..data.samples import TrainingSample
@@ -350,12 +350,11 @@ def preview_model(config: ModelConfig, devices: Sequence[str] = (), info: Checkp
     if settings and (reason := refusal(settings, used)):
         raise ValueError(reason)
     info = info or read_checkpoint(config.path, config.family, config.variant)
-    model, element_size = make_empty_transformer(info), getattr(torch, config.dtype).itemsize
+    model, dtype = make_empty_transformer(info), getattr(torch, config.dtype)
+    _, num_bytes = parameter_bytes(model, (), dtype.itemsize)
+    text, num_taken = f"none: all weights in {config.dtype}, {num_bytes / 1e9:.2f} GB", 0
     if settings:
-        text, num_taken = describe_quantized(model, info.family, settings, element_size)
-    else:
-        _, num_bytes = parameter_bytes(model, (), element_size)
-        text, num_taken = f"none: all weights in {config.dtype}, {num_bytes / 1e9:.2f} GB", 0
+        text, num_taken = describe_quantized(model, info.family, settings, weight_types(model, dtype))
     if again := sum(info.quantized_types.values()) - num_taken:
         types = ", ".join(f"{count} in {name}" for name, count in info.quantized_types.items())
         rounded = ", linears to quantize are rounded again" if settings else ""

@@ -7,7 +7,7 @@ stored                       as the file has each layer of the blocks; multiplie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
@@ -155,30 +155,31 @@ def _device_fault(scheme: Scheme, device: torch.device) -> str:
 
 # Bytes before and after, by what was done (QUANTIZED, KEPT, NOT_LINEAR, also where that is empty) and a module's fqn.
 Groups = Mapping[str, Mapping[str, tuple[int, int]]]
+DtypeOf = Callable[[str], torch.dtype]  # from a parameter's fqn to the type that it is loaded in
 
 
-def sort_modules(model: nn.Module, family: ModelFamily, settings: QuantizeSettings, element_size: int) -> Groups:
-    """Modules with weights of their own by what will be done. Works on meta tensors, of element_size each."""
+def sort_modules(model: nn.Module, family: ModelFamily, settings: QuantizeSettings, dtype_of: DtypeOf) -> Groups:
+    """Modules with weights of their own by what will be done. Works on meta tensors."""
     groups: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
     for name, module in model.named_modules():
-        if not (size := sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size):
+        own = {fqn: p.numel() * dtype_of(fqn).itemsize for fqn, p in module.named_parameters(name, recurse=False)}
+        if not (size := sum(own.values())):
             continue
         reason, after = _treatment(name, module, family, settings), size
         if reason == QUANTIZED:
             assert isinstance(module, nn.Linear)
             stored = empty_stored(module, settings)
-            after += stored.weight.nbytes + stored.scale.nbytes + 4 * stored.form.rotation**2
-            after -= module.weight.numel() * element_size
+            after += stored.weight.nbytes + stored.scale.nbytes + 4 * stored.form.rotation**2 - own[f"{name}.weight"]
         groups[reason][name] = size, after
     return groups
 
 
 def describe_quantized(
-    model: nn.Module, family: ModelFamily, settings: QuantizeSettings, element_size: int
+    model: nn.Module, family: ModelFamily, settings: QuantizeSettings, dtype_of: DtypeOf
 ) -> tuple[str, int]:
     """What loading does to a model's weights, one line with sizes in decimal GB, and how many layers stay as their file
     has them; as sort_modules. Raises: ValueError if the family or the file leaves nothing to quantize."""
-    groups = sort_modules(model, family, settings, element_size)
+    groups = sort_modules(model, family, settings, dtype_of)
     if not groups[QUANTIZED] and settings.scheme == "stored":
         raise ValueError(
             'quantize = "stored" keeps quantized linears as their file has them, and this file has none in its blocks; '
@@ -200,16 +201,15 @@ def describe_quantized(
 
 
 def stored_bytes(
-    model: nn.Module, family: ModelFamily, blocks: Sequence[str], element_size: int, settings: QuantizeSettings
+    model: nn.Module, family: ModelFamily, blocks: Sequence[str], dtype: torch.dtype, settings: QuantizeSettings
 ) -> tuple[list[int], int]:
-    """Bytes of each block and of everything else once quantized; as sort_modules."""
+    """Bytes of each block and of everything else once quantized, where all others are of one type; as sort_modules."""
     sizes = {**dict.fromkeys(blocks, 0), "": 0}
-    for group in sort_modules(model, family, settings, element_size).values():
+    for group in sort_modules(model, family, settings, lambda name: dtype).values():
         for name, (_, after) in group.items():
             block = ".".join(name.split(".")[:2])
             sizes[block if block in sizes else ""] += after
-    rest = sizes.pop("")
-    return list(sizes.values()), rest
+    return [sizes[each] for each in blocks], sizes[""]
 
 
 def empty_stored(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:

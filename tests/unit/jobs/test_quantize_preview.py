@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import read_checkpoint
-from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
+from devicebridge.checkpoints.load import load_transformer, make_empty_transformer, weight_types
 from devicebridge.cli.main import main
 from devicebridge.config.job import ModelConfig, save_job
 from devicebridge.jobs import resolve as resolve_module
@@ -30,18 +30,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "none"])
 @pytest.mark.parametrize("family", ["flux2", "flux1", "wan"])
-def test_the_preview_says_what_the_loaded_model_is(models: dict[str, str], family: str, scheme: str) -> None:
-    config = ModelConfig(models[family], quantize=scheme, dtype="float32")
-    info = read_checkpoint(config.path)
-    size = 4 * sum(math.prod(record.shape) for record in info.tensors.values()) / 1e9
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # some of Wan's stays in float32
+def test_the_preview_says_what_the_loaded_model_is(models: dict[str, str], family: str, scheme: str, dtype: Any):
+    config, of = ModelConfig(models[family], quantize=scheme, dtype=dtype), getattr(torch, dtype)
+    info, settings = read_checkpoint(config.path), config.quantize_settings
+    size = of.itemsize * sum(math.prod(record.shape) for record in info.tensors.values()) / 1e9
     if scheme == "none":
-        assert preview_model(config, CPU) == f"none: all weights in float32, {size:.2f} GB"
+        assert preview_model(config, CPU) == f"none: all weights in {dtype}, {size:.2f} GB"
         return
-    model = load_transformer(info, lambda name: torch.device("cpu"), torch.float32, config.quantize_settings)
-    groups = sort_modules(make_empty_transformer(info), info.family, config.quantize_settings, 4)
+    model, plain = (load_transformer(info, lambda n: torch.device("cpu"), of, each) for each in (settings, None))
+    groups = sort_modules(make_empty_transformer(info), info.family, settings, weight_types(model, of))
     found = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear8)}
     assert groups[QUANTIZED].keys() == found.keys()
-    for name, (_, after) in (each for group in groups.values() for each in group.items()):
+    for name, (before, after) in (each for group in groups.values() for each in group.items()):
+        assert before == sum(each.nbytes for each in plain.get_submodule(name).parameters(False)), name
         buffers = found[name].buffers() if name in found else ()
         assert after == sum(each.nbytes for each in (*model.get_submodule(name).parameters(False), *buffers)), name
     assert preview_model(config, CPU).startswith(f"{len(found)} linears to {scheme}, {size:.2f} -> ")

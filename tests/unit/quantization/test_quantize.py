@@ -195,15 +195,14 @@ def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
 
 
 def total_bytes(groups):
-    sizes = [each for group in groups.values() for each in group.values()]
-    return tuple(map(sum, zip(*sizes, strict=True)))
+    return tuple(map(sum, zip(*(each for group in groups.values() for each in group.values()), strict=True)))
 
 
 @EVERY_VARIANT
 def test_what_is_said_accounts_for_every_layer_and_byte(settings):
     model = make_tiny()
-    expected_before, said = num_bytes(model), describe_quantized(model, FLUX2, settings, 2)
-    groups = sort_modules(model, FLUX2, settings, 2)
+    expected_before, said = num_bytes(model), describe_quantized(model, FLUX2, settings, lambda name: torch.bfloat16)
+    groups = sort_modules(model, FLUX2, settings, lambda name: torch.bfloat16)
     apply_quantization(model, FLUX2, settings)
     assert list(groups) == [QUANTIZED, KEPT, NOT_LINEAR]
     assert total_bytes(groups) == (expected_before, num_bytes(model))
@@ -228,7 +227,7 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     blocks = block_names(model, family)
     with torch.device("meta"):
         blueprint = type(model).from_config(model.config)  # as planning has it
-    planned, main_device = stored_bytes(blueprint, family, blocks, dtype.itemsize, settings)
+    planned, main_device = stored_bytes(blueprint, family, blocks, dtype, settings)
     apply_quantization(model, family, settings)
     found = [num_bytes(model.get_submodule(block)) for block in blocks]
     assert planned == found
@@ -238,7 +237,7 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
 @EVERY_VARIANT
 def test_a_family_that_keeps_everything_is_refused(settings):
     with pytest.raises(ValueError, match=r"Net keeps every linear of this Net in full precision"):
-        describe_quantized(Net(), Family(keep_full_precision=("*",)), settings, 4)
+        describe_quantized(Net(), Family(keep_full_precision=("*",)), settings, lambda name: torch.float32)
 
 
 @EVERY_VARIANT

@@ -140,7 +140,7 @@ def test_a_layer_keeps_its_bytes_whatever_moves_it_and_tells_their_number(form: 
     linear.file_format = given.form  # type: ignore[assignment]
     net, held = Net(), [layer.weight, *layer.buffers()]
     net.blocks[0] = linear
-    groups = sort_modules(net, FAMILY, SETTINGS, 4)
+    groups = sort_modules(net, FAMILY, SETTINGS, lambda name: torch.float32)
     assert groups[QUANTIZED]["blocks.0"][1] == sum(each.nbytes for each in held) + 4 * N
 
 
@@ -170,10 +170,8 @@ def test_scales_and_numbers_that_are_none_are_refused_by_the_layers_name(form: s
 
 
 def test_a_model_without_quantized_linears_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r'quantize = "stored" keeps quantized .* this file has none in its blocks; use '
-    ):
-        describe_quantized(Net(), FAMILY, SETTINGS, 4)
+    with pytest.raises(ValueError, match=r'quantize = "stored" keeps .* this file has none in its blocks; use "auto" '):
+        describe_quantized(Net(), FAMILY, SETTINGS, lambda name: torch.float32)
 
 
 def test_int8_that_comfyui_has_rotated_is_multiplied_in_8_bits_as_it_is() -> None:
