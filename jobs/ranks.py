@@ -104,8 +104,11 @@ def state_for_all(job: JobConfig, ranks: Ranks, *, resume: Resume) -> TrainingSt
     data = io.BytesIO()
     if ranks.is_first:
         torch.save(found and vars(found) | {"random": {}, "path": str(found.path), "own": {}}, data)
-    values = torch.load(io.BytesIO(ranks.share(data.getvalue())), weights_only=True)
-    return found or (values and TrainingState(**values | {"path": Path(values["path"])}))
+    sent = ranks.share(data.getvalue())
+    if ranks.is_first:  # no further copy where it is
+        return found
+    values = torch.load(io.BytesIO(sent), weights_only=True)
+    return values and TrainingState(**values | {"path": Path(values["path"])})
 
 
 def facts_for_all(

@@ -154,11 +154,11 @@ class Ranks:
             return data
         size = torch.tensor([len(data)], dtype=torch.int64)
         self._finish(lambda: dist.broadcast(size, 0, group=self._control, async_op=True))
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if self.is_first and data:
-            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        # What is sent may be the state of a run, gigabytes: no further copy of it.
+        own = bytearray(data) if self.is_first else bytearray(int(size))
+        content = torch.frombuffer(own, dtype=torch.uint8) if own else torch.zeros(0, dtype=torch.uint8)
         self._finish(lambda: dist.broadcast(content, 0, group=self._control, async_op=True))
-        return bytes(content.numpy())
+        return data if self.is_first else bytes(content.numpy())
 
     def on_all(self, work: Callable[[], T]) -> T:
         """What work returns, if it does on every rank; all ranks. Raises: what it raised; RankFailed with another's."""

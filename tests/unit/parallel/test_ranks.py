@@ -3,6 +3,9 @@
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ from devicebridge.checkpoints import load as load_module
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
 from devicebridge.jobs import job as job_module
+from devicebridge.jobs import ranks as ranks_module
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.ranks import resolve_here
+from devicebridge.jobs.ranks import resolve_here, state_for_all
 from devicebridge.jobs.read_job import read_job, subject_of
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks import group as group_module
@@ -23,8 +27,10 @@ from devicebridge.parallel.runner import MicroBatch
 from devicebridge.system.stopping import Stopped
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.waiting import until
+from devicebridge.tests.weight_files import are_equal
 from devicebridge.training import compile_check as check_module
 from devicebridge.training.loop import Trainer
+from devicebridge.training.state import TrainingState
 from safetensors.torch import save_file
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -264,3 +270,37 @@ def test_each_block_that_is_compared_tells_that_it_goes_on(monkeypatch):
     check.is_full = True
     check(None, None, None, ((), {}))
     assert alive == [1]
+
+
+def test_a_state_reaches_other_ranks_as_it_was_found_and_is_not_held_twice_where_it_was(monkeypatch, tmp_path):
+    """Two copies of what is sent are all that the first rank holds beside the state."""
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.float8_e4m3fn)
+    tensors = {str(each): torch.arange(6.0).to(each).view(2, 3) for each in types} | {"step": torch.tensor(7)}
+    values = {"group.0.betas": {"kind": "tuple", "items": [0.9, None]}, "x": {"context": [{"dtype": "float32"}, True]}}
+    facts = {"order": {"epoch": 2**70, "index": -1}, "losses": [1e-300, 0.1], "what": ["é"], "is": None}
+    found = TrainingState(3, tensors, (tensors, values), {"cpu": torch.ones(3)}, facts, tmp_path, {"losses": []})
+    sent: list[bytes] = []
+
+    def rank(*, is_first: bool) -> Any:
+        here = SimpleNamespace(is_launched=True, is_first=is_first, on_all=lambda work: work())
+        here.share = lambda data: [*sent, data][0] if not is_first else sent.append(data) or data
+        return here
+
+    monkeypatch.setattr(ranks_module, "find_state", lambda job, resume: found)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", lambda *_, **__: pytest.fail("the first rank has it"))
+        job: Any = None
+        assert state_for_all(job, rank(is_first=True), resume=True) is found
+    other = state_for_all(job, rank(is_first=False), resume=True)
+    assert other is not None and are_equal(other.adapter, tensors) and are_equal(other.optimizer[0], tensors)
+    rest = (other.step, other.optimizer[1], other.random, other.facts, other.path, other.own)
+    assert rest == (3, values, {}, facts, Path(tmp_path), {})
+
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    monkeypatch.setattr(Ranks, "_finish", lambda self, begin: begin())
+    first = Ranks(RankPlace(0, 2, 0, 2), control=object())
+    assert first.share(sent[0]) is sent[0] and first.share(b"") == b""
+    monkeypatch.setattr(ranks_module, "find_state", lambda job, resume: None)
+    sent.clear()
+    assert state_for_all(job, rank(is_first=True), resume=True) is None
+    assert state_for_all(job, rank(is_first=False), resume=True) is None
