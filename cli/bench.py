@@ -26,9 +26,9 @@ _FOLDERS = re.compile(r"(?<![\w.:/\\~])(?:[A-Za-z]:)?[\\/](?:[^\\/\s'\"]+[\\/])*
 def collect() -> dict[str, Any]:
     """What nodes/host/split/bench.py measures in this process, which has ComfyUI, ready for JSON. It is made to be sent
     to others, so no folder of this machine is in it."""
-    from ..nodes.host.split.bench import measure
+    with contextlib.redirect_stdout(sys.stderr):  # what ComfyUI prints, also as it is imported, is no JSON
+        from ..nodes.host.split.bench import measure
 
-    with contextlib.redirect_stdout(sys.stderr):  # what ComfyUI prints is no JSON
         measured = measure()
     for each in measured["blocks"]:
         why = each["why"].items()

@@ -44,6 +44,9 @@ def main(arguments: Sequence[str]) -> int:
             f'"{sys.executable}" -m pip install -r "{ROOT / "requirements.txt"}"\n'
         )
         return 2
+    except KeyboardInterrupt:  # as our command line does, which is not here yet; ComfyUI's imports take seconds
+        sys.stderr.write("devicebridge: interrupted\n")
+        return 130
     return int(run(command))
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +28,16 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return measured
 
     monkeypatch.setattr("devicebridge.cli.native.is_native_process", lambda: True)
-    monkeypatch.setitem(sys.modules, "devicebridge.nodes.host.split.bench", SimpleNamespace(measure=measure))
+    module = ModuleType("devicebridge.nodes.host.split.bench")
+
+    def __getattr__(name: str) -> Any:  # as what is imported for it does
+        sys.stdout.write("ComfyUI says something\n")
+        if name == "measure":
+            return measure
+        raise AttributeError(name)
+
+    module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     return measured
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -160,3 +161,13 @@ def test_the_first_process_of_another_machine_needs_no_run_folder(tmp_path, monk
     assert told == [None] and not (tmp_path / "run").exists()
     native.encoded(job, told.append, ALONE)
     assert len(told) == 3 and (tmp_path / "run" / "events.jsonl").exists()
+
+
+def test_an_interrupt_while_comfyui_is_imported_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupt(*_: str) -> None:
+        raise KeyboardInterrupt
+
+    begin = runpy.run_path(str(ROOT / "nodes" / "host" / "native" / "start.py"))["main"]
+    monkeypatch.setitem(begin.__globals__, "prepare", interrupt)
+    assert begin(["comfy", "base", "doctor", "--bench"]) == 130
+    assert capsys.readouterr().err == "devicebridge: interrupted\n"
