@@ -343,8 +343,8 @@ def find_comfyui(given: Path | None = None, base: Path | None = None, python: Pa
             return ComfyUI(folder, python, (base or folder).resolve())
         looked.append(str(place))
     raise RuntimeError(
-        f"no ComfyUI was found (looked in {', '.join(looked)}); name its folder with --comfyui or COMFYUI_PATH, or get "
-        "one with `pip install comfy-cli` and `comfy install`, or by cloning https://github.com/comfyanonymous/ComfyUI"
+        f"no ComfyUI was found (looked in {', '.join(looked)}); set COMFYUI_PATH to its folder (run: or --comfyui), or"
+        " get one with `pip install comfy-cli` and `comfy install`, or by cloning https://github.com/comfyanonymous/ComfyUI"
     )
 
 

@@ -308,7 +308,7 @@ def test_without_comfyui_or_comfy_cli_it_says_how_to_get_one(monkeypatch, tmp_pa
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     monkeypatch.setattr(server.processes, "run", lambda *_, **__: None)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    with pytest.raises(RuntimeError, match="--comfyui or COMFYUI_PATH.*comfy install"):
+    with pytest.raises(RuntimeError, match="COMFYUI_PATH.*--comfyui.*comfy install"):
         server.find_comfyui()
     with pytest.raises(RuntimeError, match=str(tmp_path / "nowhere")):
         server.find_comfyui(tmp_path / "nowhere")
