@@ -203,7 +203,7 @@ def replayed_where_weights_lie(case: Case) -> None:
     cpu, ops = torch.device("cpu"), comfy.ops.disable_weight_init
     inner = torch.nn.Sequential(ops.Linear(3, 4, bias=False), torch.nn.SiLU(), ops.Linear(4, 3))
     block = torch.nn.ModuleDict({"in": torch.nn.ModuleList([inner, torch.nn.LayerNorm(3)]), "last": ops.Linear(3, 3)})
-    block["inner"].register_module("left_out", None)
+    block["in"].register_module("left_out", None)
     block.register_buffer("scale", torch.ones(3))
     tensors = [*block.parameters(), *block.buffers()]
     found = addresses_on(block, cpu)
